@@ -24,6 +24,7 @@ from lightning_deepcompile.engine.facts import facts_of, peak_rate
 from lightning_deepcompile.engine.timeline import TRAINING
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.offload.temporaries import probe_temporaries, step_bytes
 from lightning_deepcompile.plan.costs import Profile, Resident
 from lightning_deepcompile.plan.report import Round
 from lightning_deepcompile.profile.labels import labels_of
@@ -215,7 +216,19 @@ class Engine:
                 shapes = {p: shape for p, shape in shapes.items() if owners[p] in (None, own)}
             sizes.append(predict_state_bytes(optimizer, shapes))
         known = [size for size in sizes if size is not None]
-        self.timeline.leaving.states = sum(known) if len(known) == len(sizes) else None
+        leaving = self.timeline.leaving
+        leaving.states = sum(known) if len(known) == len(sizes) else None
+        divided = 0 if self.residency is None else self.residency.temporaries()[1]
+        whole = [self._temporaries(one) for one, shards in self._local_shards.items() if shards.offload is None]
+        leaving.stepping = max([divided, *whole])
+
+    def _temporaries(self, optimizer: Optimizer) -> int:
+        """Returns the bytes that a step takes besides states; 0 where that is not known."""
+        if not is_elementwise(optimizer):
+            return 0
+        known = self.model.by_parameter
+        groups = [[known[p].local.numel() for p in g["params"] if p in known] for g in optimizer.param_groups]
+        return step_bytes(probe_temporaries(optimizer, self.device), groups, 0)[0]
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns the object that divides the steps of `optimizer`, if they are divided."""
@@ -226,7 +239,9 @@ class Engine:
                 "offload='auto', 'none' or a list without 'states', or an element-wise optimizer."
             )
         if self.residency is not None and not staying:
-            if (offload := self.residency.attach(optimizer, has_stepped=has_stepped)) is not None:
+            elementwise = is_elementwise(optimizer)
+            offload = self.residency.attach(optimizer, elementwise=elementwise, has_stepped=has_stepped)
+            if offload is not None:
                 return offload
         if is_elementwise(optimizer) or self.model.ranks.shards == 1:
             return None

@@ -26,6 +26,7 @@ from lightning_deepcompile.estimate.work import seconds_of
 from lightning_deepcompile.offload.activations import ActivationOffload
 from lightning_deepcompile.offload.leaving_states import probe_states
 from lightning_deepcompile.offload.parameters import decide_hosted
+from lightning_deepcompile.offload.temporaries import probe_temporaries, step_bytes
 from lightning_deepcompile.plan.budget import parse_budget
 from lightning_deepcompile.plan.context import NO_LIMIT, PlanContext
 from lightning_deepcompile.plan.costs import Profile
@@ -309,6 +310,7 @@ class _Estimate:
         retracing = Retracing(capture, group)
         may_leave = offloading.states != "none"
         foresight = Foresight(capture, retracing, leaving, self._memory, group)
+        sizes = self._states(step, model, leaving)
         retraced = []
         while True:
             programs = step.trace()
@@ -328,7 +330,6 @@ class _Estimate:
         if leaving.needed and config.schedule == "auto" and request.stage == 3 and not passes:
             passes = resolve_passes(DEFAULT_SCHEDULE[-1]["passes"], profiled=True)
         need = foresight.need
-        sizes = self._states(step, model)
         standing = need.standing if self._device.type == "cpu" else replace(need.standing, states=sum(sizes))
         arrived = foresight.arrived(programs)
         lasting = standing.total - (0 if arrived is None else standing.gradients)
@@ -347,7 +348,7 @@ class _Estimate:
         states = StateMemory(
             sizes,
             0,
-            standing.total - standing.states,
+            standing.at_step - standing.states,
             LEAST_SLOTS * max(sizes, default=0),
             NO_LIMIT,
             chunk=chunk_bytes(sum(sizes)),
@@ -387,7 +388,7 @@ class _Estimate:
         copied = f"{format_bytes(saved)} of saved tensors in host memory" if saved else ""
         return [text for text in (copied, decided.describe("states"), self._hosted.describe()) if text]
 
-    def _states(self, step: TracedStep, model: ShardedModel) -> tuple[int, ...]:
+    def _states(self, step: TracedStep, model: ShardedModel, leaving: ActivationOffload) -> tuple[int, ...]:
         """Returns the bytes of each shard's optimizer states, in the order in which they leave."""
         try:
             optimizers = step.optimizers()
@@ -399,8 +400,22 @@ class _Estimate:
             sizes = [2 * p.local.nbytes for p in model.parameters if p.dtensor.requires_grad]
         else:
             sizes = [size for optimizer in optimizers for size in self._states_of(optimizer, model)]
+            leaving.stepping = max((self._stepping(one, model) for one in optimizers), default=0)
         chunk = chunk_bytes(sum(sizes))
         return tuple(sorted(sizes, key=lambda size: leaving_order(size, chunk)))
+
+    def _stepping(self, optimizer: Optimizer, model: ShardedModel) -> int:
+        """Returns the bytes that a step takes besides states; 0 where that is not known."""
+        if not is_elementwise(optimizer):
+            return 0
+        groups = [
+            [model.by_parameter[p].layout.shard_numel for p in group["params"] if p in model.by_parameter]
+            for group in optimizer.param_groups
+        ]
+        found = probe_temporaries(optimizer, torch.device("cpu"), lists=self._device.type == "cuda")
+        largest = chunk_bytes(2 * sum(chunk.nbytes for chunk in model.chunks if chunk.is_trained))
+        whole, divided = step_bytes(found, groups, largest)
+        return whole if self._hosted.offloading.states == "none" else divided
 
     def _states_of(self, optimizer: Optimizer, model: ShardedModel) -> list[int]:
         trained = [

@@ -29,6 +29,7 @@ class ActivationOffload:
         plans: Whether plans decide which of them leave.
         has_states: Whether optimizers have made their states.
         states: Bytes of the states that they will make; None: not known.
+        stepping: Bytes that their steps take besides.
         needed: Whether a step was found not to fit otherwise, where the settings leave it open.
     """
 
@@ -41,6 +42,7 @@ class ActivationOffload:
     plans: bool = False
     has_states: bool = False
     states: int | None = None
+    stepping: int = 0
     needed: bool = False
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -69,30 +69,37 @@ def make_chunks(
     offloaded: Callable[[Tensor], bool],
     size_of: Callable[[int, Tensor], int],
     limit: int,
+    temporaries: Callable[[int, Tensor], int] = lambda group, parameter: 0,
 ) -> list[Chunk]:
-    """Divides the parameters; those whose states stay on the device are the first chunk: the next arrives meanwhile.
+    """Divides the parameters; those whose states stay on the device come first: the next arrive meanwhile.
 
-    They come in the order in which they leave (`leaving_order`), so that most go round in small buffers.
+    Others come in the order in which they leave (`leaving_order`), so that most go round in small buffers.
 
     Args:
         groups: The optimizer's.
         offloaded: Whether a parameter's states come and go.
         size_of: Bytes of the states of a parameter of a group.
         limit: Most bytes of a chunk that has more than one parameter.
+        temporaries: Bytes that a step on a parameter takes besides, by which those divide whose states stay.
 
     Returns:
         The chunks; none is empty.
     """
-    staying = Chunk([[p for p in group["params"] if not offloaded(p)] for group in groups], offloaded=False)
-    chunks = [staying] if any(staying.params) else []
-    leaving = [(size_of(k, p), k, p) for k, group in enumerate(groups) for p in group["params"] if offloaded(p)]
-    filled = limit + 1
-    for size, index, parameter in sorted(leaving, key=lambda one: leaving_order(one[0], limit)):
-        if filled + size > limit:
-            chunks.append(Chunk([[] for _ in groups], offloaded=True))
-            filled = 0
-        chunks[-1].params[index].append(parameter)
-        filled += size
+    chunks: list[Chunk] = []
+
+    def divide(parts: Iterable[tuple[int, int, Tensor]], *, offloaded: bool) -> None:
+        filled = limit + 1
+        for size, index, parameter in parts:
+            if filled + size > limit:
+                chunks.append(Chunk([[] for _ in groups], offloaded))
+                filled = 0
+            chunks[-1].params[index].append(parameter)
+            filled += size
+
+    of_all = [(k, p) for k, group in enumerate(groups) for p in group["params"]]
+    divide([(temporaries(k, p), k, p) for k, p in of_all if not offloaded(p)], offloaded=False)
+    leaving = [(size_of(k, p), k, p) for k, p in of_all if offloaded(p)]
+    divide(sorted(leaving, key=lambda one: leaving_order(one[0], limit)), offloaded=True)
     return chunks
 
 

@@ -19,6 +19,7 @@ from lightning_deepcompile.config import CompileConfig
 from lightning_deepcompile.offload.leaving_states import StateSizes, probe_states
 from lightning_deepcompile.offload.reserve import reserve
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.offload.temporaries import probe_temporaries, step_bytes
 from lightning_deepcompile.plan.budget import MemoryBudgetError
 from lightning_deepcompile.plan.fit import MemoryPlan, Move, Need, fit, move_all
 from lightning_deepcompile.plan.fit_measured import MeasuredPlan
@@ -37,7 +38,7 @@ class _Seen(NamedTuple):
 
     Args:
         peak: The most of forward and backward passes, without optimizer states.
-        stepping: While the optimizer steps, without its states: parameters, gradients.
+        stepping: While the optimizer steps, without its states: parameters, gradients, temporary values of a chunk.
         states: Of all optimizers, those that can leave.
         buffers: The most that states need on the device to come and go.
         budget: Bytes that may be used.
@@ -97,11 +98,14 @@ class Residency:
         self.plan: MemoryPlan | None = None
         self.expected: StatePlaces | None = None
 
-    def attach(self, optimizer: Optimizer, *, has_stepped: bool = False) -> StateOffload | None:
+    def attach(
+        self, optimizer: Optimizer, *, elementwise: bool = True, has_stepped: bool = False
+    ) -> StateOffload | None:
         """Takes charge of an optimizer's states.
 
         Args:
             optimizer: Before its first step, and before states are loaded into it.
+            elementwise: Whether it is one of PyTorch's own classes, which step alike on all parameters and on a chunk.
             has_stepped: Whether it has stepped before the module was sharded.
 
         Returns:
@@ -123,6 +127,7 @@ class Residency:
             optimizer,
             self._runtime,
             sizes,
+            probe_temporaries(optimizer, self._device) if elementwise else (),
             self._chunk_bytes,
             before_step=self._decide,
             local_of=self._local_of,
@@ -210,8 +215,12 @@ class Residency:
             return
         sizes = list(self._sizes())
         mine = self._need(sizes)
-        told = (mine.peak, mine.stepping, mine.states, mine.buffers, -mine.budget)
-        peak, stepping, states, buffers, least = map(int, maxima(told, self._group))
+        whole, divided = self.temporaries()
+        told = (mine.peak, mine.stepping, mine.states, mine.buffers, -mine.budget, whole, divided)
+        peak, stepping, states, buffers, least, whole, divided = map(int, maxima(told, self._group))
+        for _, offload in self._attached:
+            offload.divided = stepping + states + whole > -least
+        stepping += divided
         self._seen = seen = _Seen(peak, stepping, states, buffers, -least)
         # What many parameters' states go through is as large as a chunk; larger ones go last.
         units = tuple(size for *_, size in sizes if size > 0)
@@ -343,6 +352,20 @@ class Residency:
         budget = self._memory.limit(self._config.memory_budget)
         return _Seen(peak, stepping, states, buffers, budget)
 
+    def temporaries(self) -> tuple[int, int]:
+        """Returns the bytes that optimizers' steps take besides states: on all shards together, and chunk by chunk."""
+        pairs = []
+        for reference, offload in self._attached:
+            optimizer = reference()
+            groups = [] if optimizer is None else optimizer.param_groups
+            elements = [[self._elements(p) for p in group["params"] if p.requires_grad] for group in groups]
+            pairs.append(step_bytes(offload.temporaries, elements, self._chunk_bytes))
+        return max((whole for whole, _ in pairs), default=0), max((divided for _, divided in pairs), default=0)
+
+    def _elements(self, parameter: Tensor) -> int:
+        sharded = self._sharded(parameter)
+        return parameter.numel() if sharded is None else sharded.layout.shard_numel
+
     def _sizes(self) -> Iterator[tuple[int, Tensor, int]]:
         """Each optimizer's number, its shards in the order in which their states leave, and what those take.
 
@@ -357,9 +380,9 @@ class Residency:
                 for parameter in group["params"]:
                     sharded = self._sharded(parameter)
                     local = parameter if sharded is None else sharded.local
-                    elements = local.numel() if sharded is None else sharded.layout.shard_numel
                     if parameter.requires_grad:
-                        yield number, local, offload.sizes.of(index, local.dtype, elements)
+                        size = offload.sizes.of(index, local.dtype, self._elements(parameter))
+                        yield number, local, size
 
     def _sharded(self, parameter: Tensor) -> Any:
         return self._model.by_parameter.get(parameter) or self._by_local.get(parameter)

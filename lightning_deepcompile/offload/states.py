@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Chunk, GroupChanges, make_chunks
 from lightning_deepcompile.offload.leaving_states import StateSizes, can_leave
+from lightning_deepcompile.offload.temporaries import Temporaries
 from lightning_deepcompile.plan.state_copies import LEAST_SLOTS, round_slots
 from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 
@@ -39,13 +40,16 @@ class StateOffload:
         optimizer: While it steps it holds this rank's plain shards.
         runtime: ``_C.Runtime`` that copies.
         sizes: What its states take.
+        temporaries: What its steps take besides, for each of its groups.
         chunk_bytes: Most bytes of states that step together.
         before_step: Called before each step; may set `leaving`.
         local_of: This rank's shard of a parameter that the optimizer holds between steps.
         host_of: The host memory in which a shard lives, as a CPU tensor; None for those on the device.
 
     Attributes:
-        sizes: As above.
+        sizes, temporaries: As above.
+        divided: Whether parameters whose states stay on the device step chunk by chunk, too, as all of them together
+            take too much memory besides.
         leaving: Whether the states of a shard leave after a step.
         alone: Whether no other optimizer has states in host memory: then programs may fetch the first chunks.
         slots: Buffers of a chunk's size that states may take on the device: some for what programs fetch, the others go
@@ -61,6 +65,7 @@ class StateOffload:
         optimizer: Optimizer,
         runtime: Any,
         sizes: StateSizes,
+        temporaries: Sequence[Temporaries],
         chunk_bytes: int,
         before_step: Callable[[], None],
         local_of: Callable[[Tensor], Tensor],
@@ -68,13 +73,13 @@ class StateOffload:
     ) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._runtime = runtime
-        self.sizes = sizes
+        self.sizes, self.temporaries = sizes, temporaries
         self._chunk_bytes = chunk_bytes
         self._before_step = before_step
         self._local_of = local_of
         self._host_of = host_of
         self.leaving: Callable[[Tensor], bool] = lambda local: False
-        self.alone = False
+        self.alone = self.divided = False
         self.slots = LEAST_SLOTS
         self.optional = False
         self.moved = 0
@@ -118,9 +123,13 @@ class StateOffload:
         optimizer = self._held()
         self.moved = 0
         self._forget_replaced()
-        if not any(self._is_offloaded(p) for group in optimizer.param_groups for p in group["params"]):
+        offloaded = any(self._is_offloaded(p) for group in optimizer.param_groups for p in group["params"])
+        if not offloaded and not self.divided:
             return
-        self._chunks = make_chunks(optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes)
+        besides = (self._temporary_bytes,) if self.divided else ()
+        self._chunks = make_chunks(
+            optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes, *besides
+        )
         self._current = 0
         self._changes = GroupChanges(optimizer)
         fetched = self._runtime.states.take() if self.alone else []
@@ -230,6 +239,9 @@ class StateOffload:
         buffers = self._host_buffers.get(local)
         states = _buffer_bytes(buffers.values()) if buffers else self.sizes.of(group, local.dtype, local.numel())
         return states + self._shard_bytes(local)
+
+    def _temporary_bytes(self, group: int, local: Tensor) -> int:
+        return self.temporaries[group].of([local.numel()]) if group < len(self.temporaries) else 0
 
     def _shard_bytes(self, local: Tensor) -> int:
         buffer = self._shard_buffer(local)

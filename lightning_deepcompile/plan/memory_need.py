@@ -20,17 +20,24 @@ class Standing:
         gradients: Shards of gradients.
         states: Of optimizers, without those that may wait in host memory.
         other: All else that the allocator has handed out: buffers of the module, the batch.
+        stepping: What there is besides while the optimizer steps: temporary values of its class.
     """
 
     shards: int = 0
     gradients: int = 0
     states: int = 0
     other: int = 0
+    stepping: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes of all of them."""
+        """Bytes of all of them, but for those of the optimizer's step."""
         return self.shards + self.gradients + self.states + self.other
+
+    @property
+    def at_step(self) -> int:
+        """Bytes while the optimizer steps."""
+        return self.total + self.stepping
 
 
 @dataclass(frozen=True)
@@ -41,7 +48,7 @@ class MemoryNeed:
         standing: Memory that is allocated all the time.
         gathered: Bytes of gathered parameters, and of gradients on their way.
         saved: Bytes of values between regions: saved tensors, activations.
-        region: Bytes of what the largest region makes while it runs.
+        region: Bytes of what the largest region makes while it runs, or of temporary values of the optimizer's step.
         where: That region, by program and name; "" while the optimizer steps.
     """
 
@@ -65,7 +72,7 @@ class MemoryNeed:
             "buffers and batch": self.standing.other,
             "gathered parameters, whole gradients": self.gathered,
             "saved tensors": self.saved,
-            f"largest region ({self.where})": self.region,
+            f"largest region ({self.where})" if self.where else "temporary values of the optimizer": self.region,
             "in all": self.total,
         }
         return "\n".join(f"  {name:<44}{format_bytes(size):>12}" for name, size in rows.items() if size)
@@ -102,9 +109,9 @@ def memory_need(
     """
     point = max(simulate(schedules, profile).memory, key=lambda point: point.bytes)
     schedule = schedules[point.schedule]
+    if standing.at_step >= point.bytes:  # while the optimizer steps
+        return MemoryNeed(standing, 0, 0, standing.stepping, "")
     if arrived is not None:
-        if standing.total >= point.bytes:  # while the optimizer steps
-            return MemoryNeed(standing, 0, 0, 0, "")
         regions = [one.region for one in schedule.instructions[: point.instruction + 1] if one.region]
         there = arrived.get(f"{schedule.name}/{regions[-1]}", 0) if regions else 0
         standing = replace(standing, gradients=there)

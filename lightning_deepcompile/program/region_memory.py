@@ -8,7 +8,7 @@ operators read it. It lives until its last reader, through element-wise operator
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -29,8 +29,13 @@ _REDUCTIONS = frozenset(
     ["all", "amax", "amin", "any", "argmax", "argmin", "max", "mean", "min", "prod", "sum", "var", "var_mean"]
 )
 
-_MANY_READERS = 4
-"""Readers from which on Inductor keeps a value (its ``realize_reads_threshold``)."""
+_MOST_READS, _MOST_OPERATORS = 4, 30
+"""Inductor keeps a value with several readers if it is computed of more values or by more operators than these."""
+
+_INTO = frozenset(
+    "_unsafe_index_put _unsafe_masked_index_put_accumulate index_put scatter scatter_add scatter_reduce".split()
+)
+"""Operators that write into a copy of their first argument, or into itself if nothing else reads it."""
 
 
 class ByteSize(NamedTuple):
@@ -91,17 +96,14 @@ def region_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, compi
     born, left = dict[fx.Node, int](), dict[fx.Node, int]()
     for place, node in enumerate(nodes):
         for made in values.made_at[node]:
-            born[made], size = place, nbytes(made)
-            if compiled and _is_elementwise(made):
-                # Its kernel may write to an input that it reads for the last time.
-                reused = next((one for one in dying[place] if nbytes(one) == size and one is not made), None)
-                if reused is not None:
-                    dying[place].remove(reused)
-                    left[reused] = place
-                    continue
-            alive += size
-        if alive > peak:
-            peak, fullest = alive, place
+            born[made] = place
+            if (reused := values.reused(made, dying[place])) is not None:
+                dying[place].remove(reused)
+                left[reused] = place
+                continue
+            alive += nbytes(made)
+        if (most := alive + _workspace(node)) > peak:
+            peak, fullest = most, place
         alive -= sum(nbytes(one) for one in dying[place])
         left.update(dict.fromkeys(dying[place], place + 1))
     there = [one for one, place in born.items() if place <= fullest < left.get(one, len(nodes))]
@@ -120,6 +122,9 @@ def values_in_memory(nodes: Sequence[fx.Node], outputs: Sequence[fx.Node], *, co
 class _Values:
     """Determines which values of a region take memory, and until when.
 
+    Element-wise operators that read the same values become one kernel, as soon as all that they read is there: its
+    results are made together, and none of them can take the place of what several of them read.
+
     Args:
         nodes: Operators, in order.
         outputs: Those whose values leave.
@@ -128,7 +133,9 @@ class _Values:
     Attributes:
         ends: Place of a value's last reader; the number of nodes for values that leave.
         made: Values that take memory.
-        made_at: Those that each node makes.
+        made_at: Those that the kernel of each node makes.
+        reads: The values in memory that the value of an element-wise operator is computed of.
+        kernels: The operators whose values one kernel makes, by each of them.
     """
 
     nodes: Sequence[fx.Node]
@@ -137,30 +144,81 @@ class _Values:
     ends: dict[fx.Node, int] = field(default_factory=dict)
     made: list[fx.Node] = field(default_factory=list)
     made_at: dict[fx.Node, list[fx.Node]] = field(default_factory=lambda: defaultdict(list))
+    reads: dict[fx.Node, set[fx.Node]] = field(default_factory=dict)
+    kernels: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        position = {node: place for place, node in enumerate(self.nodes)}
+        place = {node: index for index, node in enumerate(self.nodes)}
         leaving = {storage_node(node) for node in self.outputs}
-        fused: set[fx.Node] = set()
-        kernels: dict[fx.Node, bool] = {}  # whether a kernel of a library reads it
+        fused = self._fused(leaving, place) if self.compiled else set()
+        self.made = [node for node in self.nodes if node not in fused and not is_view(node) and nbytes(node)]
+        if self.compiled:
+            self._join(place)
+        for node in reversed(self.nodes):
+            end = -1 if node in fused or is_view(node) or is_element(node) else place[node]
+            for user in node.users:
+                if user in place:
+                    through = user in fused or is_view(user) or is_element(user)
+                    end = max(end, self.ends[user] if through else place[user])
+            self.ends[node] = len(self.nodes) if node in leaving else end
+        for node in self.made:
+            maker = args_of(node)[0] if is_element(node) else node
+            self.made_at[self.nodes[place[maker]]].append(node)
+
+    def reused(self, made: fx.Node, dying: Sequence[fx.Node]) -> fx.Node | None:
+        """Returns the value of `dying` in whose memory an operator's kernel can write its result; None if in none."""
+        if not self.compiled:
+            return None
+        others = [one for one in self.kernels.get(made, ()) if one is not made]
+        same = (one for one in dying if one is not made and nbytes(one) == nbytes(made))
+        if _is_elementwise(made):
+            return next((one for one in same if all(one not in self.reads[other] for other in others)), None)
+        into = storage_node(args_of(made)[0]) if _name(made) in _INTO else None
+        return next((one for one in same if one is into), None)
+
+    def _fused(self, leaving: set[fx.Node], place: Mapping[fx.Node, int]) -> set[fx.Node]:
+        """Returns the operators that are computed where they are read, and finds out what the others read."""
+        kept: set[fx.Node] = set()  # read by a kernel of a library
         readers: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
-            end, kernel, count = position[node], False, 0
+            readers[node] = 0
             for user in node.users:
-                if user not in position:
+                if user not in place:
                     continue
-                if is_view(user) or is_element(user):
-                    end, kernel, count = max(end, self.ends[user]), kernel or kernels[user], count + readers[user]
-                    continue
-                end = max(end, self.ends[user] if user in fused else position[user])
-                kernel, count = kernel or not _is_generated(user), count + 1
-            self.ends[node] = len(self.nodes) if node in leaving else end
-            kernels[node], readers[node] = kernel, count
-            if self.compiled and _is_elementwise(node) and node not in leaving and not kernel and count < _MANY_READERS:
+                through = is_view(user) or is_element(user)
+                readers[node] += readers[user] if through else 1
+                if user in kept if through else not _is_generated(user):
+                    kept.add(node)
+        fused: set[fx.Node] = set()
+        operators: dict[fx.Node, set[fx.Node]] = {}
+        for node in self.nodes:
+            inputs = {storage_node(one) for one in node.all_input_nodes}
+            self.reads[node] = reads = set().union(*(self.reads[one] if one in fused else {one} for one in inputs))
+            operators[node] = {node}.union(*(operators[one] for one in inputs & fused))
+            large = len(reads) > _MOST_READS or len(operators[node]) > _MOST_OPERATORS
+            if _is_elementwise(node) and node not in leaving | kept and not (readers[node] > 1 and large):
                 fused.add(node)
-            elif not is_view(node) and nbytes(node):
-                self.made.append(node)
-                self.made_at[args_of(node)[0] if is_element(node) else node].append(node)
+        return fused
+
+    def _join(self, place: dict[fx.Node, int]) -> None:
+        """Moves element-wise operators into the kernels of earlier ones that read the same values.
+
+        Args:
+            place: Of each operator; changes.
+        """
+        kernels: list[list[fx.Node]] = []
+        for node in filter(_is_elementwise, self.made):
+            reads = {one for one in self.reads[node] if _elements(one) == _elements(node)}
+            for kernel in kernels:
+                first = kernel[0]
+                there = all(place.get(one, -1) <= place[first] for one in self.reads[node])
+                if there and _elements(first) == _elements(node) and not reads.isdisjoint(self.reads[first]):
+                    break
+            else:
+                kernels.append(kernel := [])
+            kernel.append(node)
+            place[node] = place[kernel[0]]
+            self.kernels[node] = kernel
 
 
 def _name(node: fx.Node) -> str:
@@ -168,6 +226,20 @@ def _name(node: fx.Node) -> str:
     if not isinstance(node.target, compat.OpOverload):
         return ""
     return compat.schema_of(node.target).name.partition("::")[2]
+
+
+def _elements(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return nbytes(node) // value.element_size() if isinstance(value, torch.Tensor) else 0
+
+
+def _workspace(node: fx.Node) -> int:
+    """Returns the bytes that a library's kernel takes: attention adds up the gradient of its queries in fp32."""
+    name = _name(node)
+    if not (name.startswith("_scaled_dot_product_") and name.endswith("backward")):
+        return 0
+    query = args_of(node)[1]
+    return 4 * _elements(query) if query.meta["val"].element_size() < 4 else 0
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -29,6 +29,7 @@ from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.program.executable import Executable
 from lightning_deepcompile.program.printer import format_bytes
 from lightning_deepcompile.program.program import LOCAL_ID, Program
+from lightning_deepcompile.program.schedule import Schedule
 from lightning_deepcompile.program.sizes import Noted, Sizes, note
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.tuning.retracing import Retracing
@@ -102,7 +103,7 @@ class Foresight:
         lean = self._lean(programs, profile, standing)
         # On CPUs, what a region makes and frees counts for no budget.
         guess = largest if self._leaving.device.type == "cuda" else lean.need.region
-        told = peak_bytes(profile.schedules, profile), *lean.peaks, -(profile.budget or 0), guess, not restartable
+        told = _most(profile.schedules, profile, standing), *lean.peaks, -(profile.budget or 0), guess, not restartable
         *peaks, fewest_bytes, guess, has_run = map(int, maxima(told, self._group))
         budget = -fewest_bytes
         moves = _moves(_KINDS, peaks)
@@ -204,7 +205,8 @@ class Foresight:
         now = forecast(programs, standing.total, sizes=sizes, **self._fields()).schedules
         room = room_after(shortages, now, profile) if shortages else profile.budget or 0
         lean = self._lean(programs, profile, standing, sizes)
-        *peaks, fewest_bytes = map(int, maxima([peak_bytes(now, profile), *lean.peaks[:-1], -room], self._group))
+        told = _most(now, profile, standing), *lean.peaks[:-1], -room
+        *peaks, fewest_bytes = map(int, maxima(told, self._group))
         moves, rounding = _moves(_KINDS[:-1], peaks), self._capture.config.rounding
         if not shortages:
             return fit(Need({"passes": peaks[0]}, moves), -fewest_bytes, "same"), lean
@@ -254,11 +256,11 @@ class Foresight:
         lean = self._scheduling.start([program.name for program in programs], self._lean_passes())
         late = [without_copies(resize(lean[one.name], one.saved(sizes))) for one in programs]
         saved = SavedTensors(late, profile, 0 if self._leaving.mode == "none" else self._leaving.host_bytes)
-        if self._leaving.offloading.states != "none":
-            standing = replace(standing, states=0)
-        without, away = self._forecast(programs, standing, sizes), saved.offloaded(saved.keys, 0)
-        need = memory_need(away, without, standing, self.arrived(programs))
-        return _Lean(saved, (*saved.peaks(), saved.peak(saved.keys, 0), peak_bytes(away, without)), need)
+        fewest = standing if self._leaving.offloading.states == "none" else replace(standing, states=0)
+        without, away = self._forecast(programs, fewest, sizes), saved.offloaded(saved.keys, 0)
+        need = memory_need(away, without, fewest, self.arrived(programs))
+        peaks = [max(size, standing.at_step) for size in (*saved.peaks(), saved.peak(saved.keys, 0))]
+        return _Lean(saved, (*peaks, _most(away, without, fewest)), need)
 
     def shortfall(self) -> str:
         """Returns what the step needs, where it is not expected to fit; "" where it is."""
@@ -297,7 +299,9 @@ class Foresight:
         inputs = forecast([first], 0, **self._fields()).regions
         read = next(iter(inputs.values())).before if inputs else 0  # counted among the values of programs
         other = max(self._memory.current - shards - there - read, 0)
-        return Standing(shards + whole, max(trained, there), states, other)
+        if not self._leaving.has_states:  # nothing has run
+            other += _WORKSPACE
+        return Standing(shards + whole, max(trained, there), states, other, self._leaving.stepping)
 
     def _forecast(self, programs: list[Program], standing: Standing, sizes: Sizes | None = None) -> Profile:
         plain = [replace(one, schedule=without_copies(one.schedule)) for one in programs]
@@ -343,6 +347,9 @@ class Foresight:
         return max((region.info.memory.largest(sizes) for region in regions), default=0)
 
 
+_WORKSPACE = 128 << 20
+"""Bytes that cuBLAS and others take when they first run; 117 MiB on an H200 with PyTorch 2.11."""
+
 _PART: Kind = "activations"
 _PARTS = (_PART,) * PARTS
 _KINDS: tuple[Kind, ...] = ("gathers", *_PARTS, "copies", "states")
@@ -361,6 +368,11 @@ class _Lean(NamedTuple):
     saved: SavedTensors
     peaks: tuple[int, ...]
     need: MemoryNeed
+
+
+def _most(schedules: Sequence[Schedule], profile: Profile, standing: Standing) -> int:
+    """Returns the bytes at the peak of a step, the optimizer's included."""
+    return max(peak_bytes(schedules, profile), standing.at_step)
 
 
 def _moves(kinds: Sequence[Kind], peaks: Sequence[int]) -> tuple[Move, ...]:

@@ -177,6 +177,49 @@ def some_leave(plain: pl.Trainer) -> dict[str, Any]:
     return {"offload": "auto", "memory_budget": f"{int(3.7 * shards)}B", "schedule": schedule}
 
 
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the most parameters for which an optimizer makes denominators at a time."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._foreach_sqrt.default:
+            self.most = max(self.most, sum(one.nbytes for one in result))
+        return result
+
+
+class InLists(Model):
+    """Its optimizer steps on lists, and counts what it makes besides its states."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda p: AdamW(p, 1e-2, foreach=True))
+        self.largest = Largest()
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        with self.largest:
+            super().optimizer_step(*args, **kwargs)
+
+
+def _divided() -> None:
+    """Divides a step that takes too much besides states on all parameters at once; no state leaves."""
+    expected, plain = fit("adamw_foreach", {}, build=InLists, strategy={"stage": 2})
+    summary = plain.strategy.summary()
+    shards, whole = summary.sharded_bytes_per_rank, plain.lightning_module.largest.most
+    assert whole > 0.9 * shards  # as large as all that is stepped
+    for factor, divided in ((4.6, True), (6.0, False)):  # parameters, gradients, two states: 4
+        settings = {"offload": "auto", "memory_budget": f"{int(factor * shards)}B"}
+        actual, trainer = fit("adamw_foreach", settings, build=InLists, strategy={"stage": 2})
+        same(actual, expected, f"divided: {divided}")
+        largest = trainer.lightning_module.largest.most
+        assert largest <= whole / 2 if divided else largest == whole, (largest, whole)
+        assert trainer.strategy.summary().offloaded_bytes == 0
+
+
+def test_a_step_that_takes_much_besides_is_divided() -> None:
+    run_ranks(_divided, WORLD, timeout=180)
+
+
 EVERYDAY = ["adamw_loop", "adamw_foreach", "sgd_two_groups", "scaler_fused"]
 """Of the cases, those that run with every change."""
 

@@ -13,6 +13,7 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 from lightning_deepcompile.offload.chunks import make_chunks
 from lightning_deepcompile.offload.host_memory import available_host_memory
 from lightning_deepcompile.offload.leaving_states import probe_states
+from lightning_deepcompile.offload.temporaries import probe_temporaries, step_bytes
 
 
 @pytest.mark.parametrize(
@@ -57,6 +58,41 @@ def test_chunks_keep_the_groups_and_the_limit() -> None:
         (True, [[6], []]),  # larger than a chunk may be, so alone, and last
         (True, [[9], []]),
     ]
+
+
+@pytest.mark.parametrize(
+    ("make", "each", "together"),
+    [
+        (lambda p: AdamW(p, foreach=True), 4, 4),  # denominators of all parameters
+        (lambda p: AdamW(p, foreach=False), 12, 0),  # a loop has at most those of a parameter and of the one before
+        (lambda p: AdamW(p, fused=True), 0, 0),
+        (lambda p: SGD(p, 0.1, foreach=True), 0, 0),
+        (lambda p: SGD(p, 0.1, momentum=0.9, weight_decay=0.1, foreach=True), 4, 4),
+        (lambda p: torch.optim.Adadelta(p, foreach=True), 8, 8),
+    ],
+)
+def test_an_optimizer_is_asked_what_its_steps_take_besides(make: Any, each: int, together: int) -> None:
+    parameters = [nn.Parameter(torch.ones(n)) for n in (400, 30, 100)]
+    optimizer: Optimizer = make(parameters)
+    (found,) = probe_temporaries(optimizer, torch.device("cpu"))
+    assert getattr(optimizer, "_need_device_dtype_check_for_fused", True), "the first step has yet to check"
+    assert found == (each, together) and not optimizer.state and optimizer.param_groups[0]["params"] == parameters
+    whole = max(each * 400, together * 530)
+    assert step_bytes([found], [[400, 30, 100]], 200) == (whole, min(whole, max(200, each * 400)))
+    optimizer.param_groups[0]["foreach"] = None
+    (on_lists,) = probe_temporaries(optimizer, torch.device("cpu"), lists=True)
+    assert on_lists.together == together or not together
+
+
+def test_chunks_of_what_stays_are_as_large_as_what_a_step_takes_besides() -> None:
+    groups: list[dict[str, Any]] = [{"params": [torch.ones(n) for n in group]} for group in ((2, 2, 9), (1, 2))]
+    size = lambda group, p: p.numel()  # noqa: E731
+    undivided = make_chunks(groups, lambda p: False, size, 4)
+    divided = make_chunks(groups, lambda p: False, size, 4, size)
+    assert [[[p.numel() for p in group] for group in chunk.params] for chunk in undivided] == [[[2, 2, 9], [1, 2]]]
+    assert [[[p.numel() for p in group] for group in chunk.params] for chunk in divided] == [
+        [[2, 2], []], [[9], []], [[], [1, 2]]
+    ]  # fmt: skip
 
 
 def write(root: Path, files: dict[str, str]) -> None:

@@ -115,10 +115,10 @@ KINDS = ("mlp", "gated", "attention", "convolution")
 class Net(nn.Module):
     """A model of random blocks; with `mixed` they are of all kinds, some are frozen, and some heads are tied."""
 
-    def __init__(self, draw: random.Random, mixed: random.Random | None) -> None:
+    def __init__(self, draw: random.Random, mixed: random.Random | None, scale: int = 1) -> None:
         super().__init__()
         torch.manual_seed(draw.randint(0, 99))
-        width, classes = draw.choice([8, 24, 64]), draw.choice([64, 1000, 33_000])
+        width, classes = draw.choice([8, 24, 64]) * scale, draw.choice([64, 1000, 33_000])
         self.embed = nn.Embedding(classes, width)
         again = draw.random() < 0.3
         self.blocks = nn.ModuleList(
