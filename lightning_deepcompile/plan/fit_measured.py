@@ -257,11 +257,13 @@ class _Search:
         fewer = self._fitting(away, trial.schedules)  # a plan may open a step with more
         if fewer < most:
             trial, most = self._with_slots(away, fewer), fewer
+        if trial.over > 0 and (fewer := self.states.fewer_slots(away, most, trial.over)) > LEAST_SLOTS:
+            trial = min(trial, self._with_slots(away, fewer), key=_excess)
         waits = trial.effects[-1].prediction.exposed_seconds > _GAIN * trial.seconds
         if most > LEAST_SLOTS and waits and (trial.over > 0 or trial.seconds > self._late_seconds(away)):
             # States that are on the device when the optimizer has stepped take memory from forward, which may wait for
             # them.
-            trial = min(trial, self._with_slots(away, LEAST_SLOTS), key=lambda one: (max(one.over, 0), one.seconds))
+            trial = min(trial, self._with_slots(away, LEAST_SLOTS), key=_excess)
         return trial
 
     def _late_seconds(self, away: int) -> float:
@@ -310,6 +312,11 @@ class _Search:
         away = [n for n in itertools.accumulate(states.sizes) if states.away < n <= states.host]
         paying = [n for n in away if travel_seconds(profile, n) - known < gain]
         return sorted({paying[(len(paying) * part - 1) // _PARTS] for part in range(1, _PARTS + 1)}) if paying else []
+
+
+def _excess(trial: Trial) -> tuple[int, float]:
+    """Sorts trials: by what they exceed the limit by, then by time."""
+    return max(trial.over, 0), trial.seconds
 
 
 def _forward_seconds(profile: Profile, blocks: Mapping[int, Sequence[Checkpoint]], count: int) -> float:

@@ -63,6 +63,12 @@ class StateMemory:
         buffers = sum(sorted(chunks, reverse=True)[:slots]) if chunks else self.buffers if away else 0
         return self.stepping + self.total - away + buffers
 
+    def fewer_slots(self, away: int, slots: int, less: int) -> int:
+        """The most slots that take at least `less` bytes less than `slots` do; the fewest there may be if none do."""
+        wanted = self.while_stepping(away, slots) - less
+        fitting = (n for n in range(slots - 1, LEAST_SLOTS, -1) if self.while_stepping(away, n) <= wanted)
+        return next(fitting, LEAST_SLOTS)
+
     def at_least(self, wanted: int) -> int:
         """Bytes that leave if at least `wanted` are to: whole shards' states, as far as host memory has room."""
         fitting = [n for n in itertools.accumulate(self.sizes, initial=0) if n <= self.host]

@@ -156,6 +156,8 @@ def test_chunks_and_slots_of_states() -> None:
     assert states.chunks(37) == (10, 10, 10, 12)  # a shard may be larger than a chunk
     assert states.slots(37, 0) == 3 and states.slots(37, 41) == 3 and states.slots(37, 42) == 4
     assert states.slots(25, 480) == 3 and states.slots(10, 480) == 1 and states.slots(0, 0) == 3
+    even = replace(states, sizes=(10,) * 6)
+    assert [even.fewer_slots(60, 6, less) for less in (1, 10, 20, 21, 999)] == [5, 5, 4, 3, 3]
     assert states.while_stepping(0) == 47 and states.while_stepping(37) == 10 + 32
     assert states.while_stepping(37, 4) == 10 + 42 and replace(states, chunk=0).while_stepping(37) == 15
     before = measured(chunks=(), share=1.0)
