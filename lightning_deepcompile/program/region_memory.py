@@ -1,8 +1,9 @@
 """Predicts how much memory a region takes while it runs, from its operators and sizes, before anything has run.
 
 A compiler does not materialise every value of a graph: it computes element-wise operators where they are read. A value
-takes memory if it leaves the region, if a kernel of a library reads or writes it, if a reduction makes it, or if many
-operators read it. It lives until its last reader, through element-wise operators that are fused into that reader.
+takes memory if it leaves the region, if a kernel of a library reads or writes it, if a reduction makes it, or if it is
+computed of much and several operators read it. It lives until its last reader, through element-wise operators that are
+fused into that reader.
 """
 
 from __future__ import annotations
@@ -206,16 +207,15 @@ class _Values:
         Args:
             place: Of each operator; changes.
         """
-        kernels: list[list[fx.Node]] = []
+        readers: dict[fx.Node, list[list[fx.Node]]] = defaultdict(list)
         for node in filter(_is_elementwise, self.made):
-            reads = {one for one in self.reads[node] if _elements(one) == _elements(node)}
-            for kernel in kernels:
-                first = kernel[0]
-                there = all(place.get(one, -1) <= place[first] for one in self.reads[node])
-                if there and _elements(first) == _elements(node) and not reads.isdisjoint(self.reads[first]):
-                    break
-            else:
-                kernels.append(kernel := [])
+            shared = [one for one in self.reads[node] if _elements(one) == _elements(node)]
+            there = max((place.get(one, -1) for one in self.reads[node]), default=-1)
+            fitting = [kernel for one in shared for kernel in readers[one] if place[kernel[0]] >= there]
+            kernel = min(fitting, key=lambda one: place[one[0]], default=[])
+            if not kernel:
+                for one in shared:
+                    readers[one].append(kernel)
             kernel.append(node)
             place[node] = place[kernel[0]]
             self.kernels[node] = kernel
