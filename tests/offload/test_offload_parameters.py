@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import traceback
 import weakref
 from collections.abc import Callable
@@ -259,7 +260,11 @@ def _again() -> None:
     parameter = trainer.strategy.engine.model.parameters[0]
     alive = [weakref.ref(runtime), weakref.ref(parameter.host), weakref.ref(parameter.leaf)]
     trainer = module = runtime = parameter = None
+    deadline = time.monotonic() + 10  # a thread that has yet to end may hold them for a moment
     gc.collect()
+    while any(one() is not None for one in alive) and time.monotonic() < deadline:
+        time.sleep(0.05)
+        gc.collect()
     assert [one() for one in alive] == [None] * 3
 
 
