@@ -138,13 +138,10 @@ def summary(curves: dict[str, dict[str, Any]]) -> list[str]:
         mean, apart = fmean(curve["losses"][-_LAST:]), max(abs(mine - other) for mine, other in pairs)
         same = next((step for step, (mine, other) in enumerate(pairs) if mine != other), len(pairs))
         equal = next((step for step, (mine, other) in enumerate(pairs) if abs(mine - other) > 1e-5 * other), len(pairs))
+        compared = f"; {same} steps equal to {first}'s, {equal} to 1e-5, at most {apart:.4f} apart"
         lines.append(
             f"{name}: mean loss of the last {min(_LAST, len(pairs))} steps {mean:.4f}"
-            + (
-                ""
-                if name == first
-                else f"; {same} steps equal to {first}'s, {equal} to 1e-5, at most {apart:.4f} apart"
-            )
+            + ("" if name == first else compared)
             + f"; {curve['seconds']:.0f} s"
         )
     return lines

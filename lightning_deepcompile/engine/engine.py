@@ -223,8 +223,8 @@ class Engine:
         leaving.stepping = max([divided, *whole])
 
     def _temporaries(self, optimizer: Optimizer) -> int:
-        """Returns the bytes that a step takes besides states; 0 where that is not known."""
-        if not is_elementwise(optimizer):
+        """Returns the bytes that a step takes besides states; 0 where that is not known, and where nobody counts it."""
+        if self.device.type != "cuda" or not is_elementwise(optimizer):
             return 0
         known = self.model.by_parameter
         groups = [[known[p].local.numel() for p in g["params"] if p in known] for g in optimizer.param_groups]
@@ -232,18 +232,17 @@ class Engine:
 
     def _parts_of(self, optimizer: Optimizer, ways: OptimizerWays, *, has_stepped: bool) -> Parts | None:
         """Returns the object that divides the steps of `optimizer`, if they are divided."""
-        staying = self._staying(optimizer, ways)
+        staying, elementwise = self._staying(optimizer, ways), is_elementwise(optimizer)
         if staying and self.config.offloading.states == "all":
             raise ValueError(
                 f"CompileConfig(offload={self.config.offload!r}): states of {staying} stay on the device. Use "
                 "offload='auto', 'none' or a list without 'states', or an element-wise optimizer."
             )
         if self.residency is not None and not staying:
-            elementwise = is_elementwise(optimizer)
             offload = self.residency.attach(optimizer, elementwise=elementwise, has_stepped=has_stepped)
             if offload is not None:
                 return offload
-        if is_elementwise(optimizer) or self.model.ranks.shards == 1:
+        if elementwise or self.model.ranks.shards == 1:
             return None
         return OwnerStep(
             optimizer, self.model, self.gradients, self.host_group, ways, self.timeline.order.check_exchange

@@ -310,7 +310,9 @@ class _Estimate:
         retracing = Retracing(capture, group)
         may_leave = offloading.states != "none"
         foresight = Foresight(capture, retracing, leaving, self._memory, group)
-        sizes = self._states(step, model, leaving)
+        optimizers = self._optimizers(step)
+        sizes = self._states(optimizers, model)
+        leaving.stepping = max((self._stepping(one, model) for one in optimizers or ()), default=0)
         retraced = []
         while True:
             programs = step.trace()
@@ -388,19 +390,23 @@ class _Estimate:
         copied = f"{format_bytes(saved)} of saved tensors in host memory" if saved else ""
         return [text for text in (copied, decided.describe("states"), self._hosted.describe()) if text]
 
-    def _states(self, step: TracedStep, model: ShardedModel, leaving: ActivationOffload) -> tuple[int, ...]:
-        """Returns the bytes of each shard's optimizer states, in the order in which they leave."""
+    def _optimizers(self, step: TracedStep) -> list[Optimizer] | None:
+        """Returns what the module configures; None where that needs a Trainer."""
         try:
-            optimizers = step.optimizers()
+            return step.optimizers()
         except Exception as error:  # whatever a user's code does without a trainer
             self._notes.append(
                 f"`configure_optimizers` cannot be called without a Trainer ({type(error).__name__}: {error}): "
                 "optimizer states count as Adam's."
             )
+            return None
+
+    def _states(self, optimizers: Sequence[Optimizer] | None, model: ShardedModel) -> tuple[int, ...]:
+        """Returns the bytes of each shard's optimizer states, in the order in which they leave."""
+        if optimizers is None:
             sizes = [2 * p.local.nbytes for p in model.parameters if p.dtensor.requires_grad]
         else:
             sizes = [size for optimizer in optimizers for size in self._states_of(optimizer, model)]
-            leaving.stepping = max((self._stepping(one, model) for one in optimizers), default=0)
         chunk = chunk_bytes(sum(sizes))
         return tuple(sorted(sizes, key=lambda size: leaving_order(size, chunk)))
 

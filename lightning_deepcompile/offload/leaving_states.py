@@ -99,7 +99,7 @@ def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
     kind = type(optimizer).__name__
     sizes: dict[tuple[int, torch.dtype], int] = {}
     own = settings_of(_attributes(optimizer))
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), _own_state_aside(optimizer) as groups:
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), put_back(optimizer) as groups:
         for index, group in enumerate(groups):
             for dtype in {parameter.dtype for parameter in group["params"]}:
                 small = torch.zeros(_SHAPE, dtype=dtype, device=device)
@@ -119,7 +119,7 @@ def probe_states(optimizer: Optimizer, device: torch.device) -> StateSizes:
                 step(optimizer)
         except Exception as error:
             raise _refusal(kind, f"it failed on groups without parameters: {error}") from error
-    changed = changed_settings(own, _attributes(optimizer))
+        changed = changed_settings(own, _attributes(optimizer))
     if changed:
         raise _refusal(kind, f"its attributes {sorted(changed)} change with every step")
     return StateSizes(sizes)
@@ -148,13 +148,15 @@ def _leaving_bytes(optimizer: Optimizer, small: Tensor, kind: str) -> int:
 
 
 @contextmanager
-def _own_state_aside(optimizer: Optimizer) -> Iterator[list[dict[str, Any]]]:
-    groups, state = optimizer.param_groups, optimizer.state
+def put_back(optimizer: Optimizer) -> Iterator[list[dict[str, Any]]]:
+    """Returns a context in which an optimizer has no state, and may change: it has its own attributes afterwards."""
+    before = dict(vars(optimizer))
     optimizer.state = defaultdict(dict)
     try:
-        yield groups
+        yield before["param_groups"]
     finally:
-        optimizer.param_groups, optimizer.state = groups, state
+        vars(optimizer).clear()
+        vars(optimizer).update(before)
 
 
 def _refusal(kind: str, reason: str) -> ValueError:

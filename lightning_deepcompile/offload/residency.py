@@ -98,9 +98,7 @@ class Residency:
         self.plan: MemoryPlan | None = None
         self.expected: StatePlaces | None = None
 
-    def attach(
-        self, optimizer: Optimizer, *, elementwise: bool = True, has_stepped: bool = False
-    ) -> StateOffload | None:
+    def attach(self, optimizer: Optimizer, *, elementwise: bool, has_stepped: bool) -> StateOffload | None:
         """Takes charge of an optimizer's states.
 
         Args:

@@ -126,9 +126,8 @@ class StateOffload:
         offloaded = any(self._is_offloaded(p) for group in optimizer.param_groups for p in group["params"])
         if not offloaded and not self.divided:
             return
-        besides = (self._temporary_bytes,) if self.divided else ()
         self._chunks = make_chunks(
-            optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes, *besides
+            optimizer.param_groups, self._is_offloaded, self._size_of, self._chunk_bytes, self._temporary_bytes
         )
         self._current = 0
         self._changes = GroupChanges(optimizer)
@@ -241,7 +240,8 @@ class StateOffload:
         return states + self._shard_bytes(local)
 
     def _temporary_bytes(self, group: int, local: Tensor) -> int:
-        return self.temporaries[group].of([local.numel()]) if group < len(self.temporaries) else 0
+        known = self.divided and group < len(self.temporaries)
+        return self.temporaries[group].of([local.numel()]) if known else 0
 
     def _shard_bytes(self, local: Tensor) -> int:
         buffer = self._shard_buffer(local)

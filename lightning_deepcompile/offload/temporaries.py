@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_deepcompile import compat
+from lightning_deepcompile.offload.leaving_states import put_back
 
 _log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ def probe_temporaries(optimizer: Optimizer, device: torch.device, *, lists: bool
         One for each group; zeros where the optimizer does not step so.
     """
     found = []
-    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), _put_back(optimizer) as groups:
+    with torch.random.fork_rng([device.index] if device.type == "cuda" else []), put_back(optimizer) as groups:
         for group in groups:
             settings = dict(group)
             if lists and group.get("foreach", False) is None and not group.get("fused"):
@@ -116,18 +115,6 @@ def probe_temporaries(optimizer: Optimizer, device: torch.device, *, lists: bool
                 found_here = []
             found.append(Temporaries(*map(max, zip(*found_here, strict=True))))
     return tuple(found)
-
-
-@contextmanager
-def _put_back(optimizer: Optimizer) -> Iterator[list[dict[str, Any]]]:
-    """Restores the attributes of an optimizer afterwards; inside, it has no state."""
-    before = dict(vars(optimizer))
-    optimizer.state = defaultdict(dict)
-    try:
-        yield before["param_groups"]
-    finally:
-        vars(optimizer).clear()
-        vars(optimizer).update(before)
 
 
 def _of_group(optimizer: Optimizer, settings: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Temporaries:
