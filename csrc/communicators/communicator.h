@@ -67,6 +67,10 @@ class Communicator {
   /// Here both sides are of one size, and may be the same tensor: `out` becomes the mean of everybody's `in`.
   virtual Completion all_reduce_mean(const std::vector<Transfer>& group) = 0;
 
+  /// Whether wait() of a reduction queues a second collective, over other links: on a stream of its own, it runs beside
+  /// the first collective of the next group.
+  virtual bool reduces_in_two_stages() const { return false; }
+
   /// Whether this is the only rank: the result of a collective is `in`, which the caller may use instead of `out`.
   virtual bool is_alone() const { return false; }
 

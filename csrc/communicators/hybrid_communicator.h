@@ -22,6 +22,7 @@ class HybridCommunicator final : public Communicator {
   Completion all_gather(const std::vector<Transfer>& group) override;
   Completion reduce_scatter_mean(const std::vector<Transfer>& group) override;
   Completion all_reduce_mean(const std::vector<Transfer>& group) override;
+  bool reduces_in_two_stages() const override { return !shard_->is_alone(); }
 
   void check_health() override;
   std::map<std::string, std::vector<Operation>> history() const override;

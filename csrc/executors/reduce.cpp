@@ -39,6 +39,7 @@ ReduceEngine::ReduceEngine(Device device, std::shared_ptr<Communicator> communic
       sync_before_(options.sync_before_reduce),
       sync_after_(options.sync_after_reduce),
       stream_(pool_stream(device, /*high_priority=*/true)),
+      result_stream_(communicator_->reduces_in_two_stages() ? pool_stream(device, /*high_priority=*/true) : stream_),
       arena_(device),
       merge_(make_gradient_merge(device)) {}
 
@@ -219,14 +220,17 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
       pending.kept.push_back(gradient.value);
       gradient.param->has_grad = true;
     }
-    if (has_streams(device_)) {
-      finish(pending);
-      pending.done.record(stream_);
-      // They are touched on the reduce stream alone; a CPU backend uses them from its own threads until pop().
-      release_buffers(pending);
-    }
-    pending_.push_back(std::move(pending));
   }
+  if (has_streams(device_)) {
+    order(compute_, stream_, result_stream_);
+    const Detour detour(result_stream_);
+    finish(pending);
+    pending.done.record(result_stream_);
+    // The next group gets them in the order of one stream. With a second stream it would wait for the results of this
+    // one, and a CPU backend uses them from its own threads: there they are released in pop().
+    if (result_stream_ == stream_) release_buffers(pending);
+  }
+  pending_.push_back(std::move(pending));
   while (!pending_.empty() && (sync_after_ || window_ == 0)) pop();
   if (sync_after_) synchronize_device(device_);
 
@@ -236,7 +240,7 @@ void ReduceEngine::reduce_group(const std::vector<Gradient>& group) {
 }
 
 void ReduceEngine::release_buffers(Pending& pending) {
-  if (pending.buffers) arena_.release(std::move(pending.buffers), stream_);
+  if (pending.buffers) arena_.release(std::move(pending.buffers), result_stream_);
 }
 
 void ReduceEngine::finish(Pending& pending) {
@@ -252,9 +256,9 @@ void ReduceEngine::pop() {
   if (has_streams(device_)) {
     oldest.done.block(current_stream(device_));
     spare_events_.push_back(std::move(oldest.done));
-    return;
+  } else {
+    finish(oldest);
   }
-  finish(oldest);
   release_buffers(oldest);
 }
 
@@ -293,7 +297,7 @@ void ReduceEngine::drain() {
 void ReduceEngine::drop_pending() {
   if (pending_.empty()) return;
   try {
-    order(compute_, stream_, current_stream(device_));
+    order_behind_reductions(current_stream(device_));
   } catch (const std::exception& error) {
     TORCH_WARN_ONCE("lightning_deepcompile: gradients stay allocated, as nobody knows whether the device is done with "
                     "them: ", message_of(error));
@@ -376,10 +380,20 @@ Tensor ReduceEngine::reduce_now(const Tensor& grad, Shape shard_size, ScalarType
   return result();
 }
 
+void ReduceEngine::order_behind_reductions(const Stream& stream) {
+  order(compute_, stream_, stream);
+  order(compute_, result_stream_, stream);
+}
+
+void ReduceEngine::fork() {
+  order(compute_, current_stream(device_), stream_);
+  order(compute_, current_stream(device_), result_stream_);
+}
+
 void ReduceEngine::join() {
   LDC_CHECK(bucket_.empty(), "a program that is recorded ends with single gradients that were not reduced.");
   drain();
-  order(compute_, stream_, current_stream(device_));
+  order_behind_reductions(current_stream(device_));
   arena_.free_unused();
 }
 

@@ -12,6 +12,8 @@
 //                                       waited for the group. Dropped earlier, the allocator would hand their memory
 //                                       to the next kernel while NCCL still reads it
 //   reductions done → optimizer         drain(), in finish_backward()
+// With replicas, the mean over them has a stream of its own, and the next group's reduce-scatter does not wait for it:
+// each uses its own links. All that a group adds to gradients is queued on that stream.
 // Single gradients (`collect`) gather in a bucket of at most `reduce_bucket_size` elements and travel as one group; a
 // larger one travels alone. Groups are split where their send buffers would exceed that size. Until drain() a gradient
 // that was handed to reduce() must not be written to; collect() and hold() copy theirs.
@@ -90,8 +92,8 @@ class ReduceEngine {
   void clear();  // drops everything; for the end of a runtime
 
   // For the recorder (recorder.h).
-  /// Orders the engine's stream behind the current one, which then records it, too.
-  void fork() { order(compute_, current_stream(device_), stream_); }
+  /// Orders the engine's streams behind the current one, which then records them, too.
+  void fork();
   /// Orders the current stream behind all queued work.
   void join();
   const WholeGradients::Sums& held() const { return held_.sums(); }
@@ -102,7 +104,7 @@ class ReduceEngine {
  private:
   struct Pending {
     std::vector<Tensor> kept;  // incoming gradients
-    Arena::Lease buffers;      // on devices with streams already back in the arena
+    Arena::Lease buffers;      // back in the arena by now if all users are on one stream
     Completion completion;
     std::vector<Merge> merges;  // results → gradients
     Event done;
@@ -117,6 +119,7 @@ class ReduceEngine {
   Plan make_plan(const std::vector<Gradient>& group) const;
   void finish(Pending& pending);  // completes the wire and merges, on the current stream
   void release_buffers(Pending& pending);
+  void order_behind_reductions(const Stream& stream);
   void pop();
   void drop_pending();  // their results are not wanted
 
@@ -128,7 +131,8 @@ class ReduceEngine {
   int64_t bucket_size_;  // elements; 0: no bound
   bool sync_before_, sync_after_;
   bool dry_ = false;
-  Stream stream_;
+  Stream stream_;         // of reduce-scatters
+  Stream result_stream_;  // of what follows them; the same without replicas
   Arena arena_;  // separate from the gathers': slots of one arena would tie the two streams together
   Event compute_;
   GiveBack give_back_;

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 SYSTEMS = {
-    "deepcompile": "Lightning Trainer, DeepCompileStrategy with its defaults (or the options named after @)",
+    "deepcompile": "Lightning Trainer, DeepCompileStrategy with its defaults (or the options named after @; "
+    "@device_mesh=2x4 for two replicas, each shared by four ranks)",
     "deepcompile-uncompiled": "as deepcompile, with the step kept away from the compiler (`torch.compiler.disable`): "
     "what runs where a function cannot be compiled",
     "deepcompile-fp8": "as deepcompile, with the linear layers of all blocks converted by torchao's "

@@ -43,6 +43,8 @@ def make_strategy(job: Job) -> Strategy:
         options = {"fallback": "warn" if uncompiled else "error", **job.system.options}
         options.pop("recipe", None)
         mesh = options.pop("device_mesh", None)
+        if mesh not in (None, "auto"):
+            mesh = tuple(int(size) for size in mesh.split("x"))
         if job.system.kind == "deepcompile-fp8-wide":
             from lightning_deepcompile.capture import backend
 

@@ -468,6 +468,7 @@ class _Estimate:
             standing,
             arrived=arrived,
             world_size=self._ranks.shards,
+            replicated=replicas > 1,
             device_type=device.type,
             hold_ratio=hold_ratio(model.gradient_dtypes),
             hosted=model.hosted_bytes,

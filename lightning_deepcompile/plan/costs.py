@@ -199,6 +199,7 @@ class Profile:
         hosted: Bytes of each rank's shard of parameters whose shards are in host memory, by id as text.
         window_from: Bytes of the smallest group that is gathered to memory which stays from step to step; 0: none is.
         topology: Nodes that ranks are in; None if all of them are connected as those that were measured.
+        replicated: Whether other ranks hold the same shards, and gradients are averaged over them, too.
     """
 
     world_size: int
@@ -230,6 +231,7 @@ class Profile:
     hosted: dict[str, int] = field(default_factory=dict)
     window_from: int = 0
     topology: Topology | None = None
+    replicated: bool = False
 
     @property
     def host_computes(self) -> bool:
@@ -313,7 +315,8 @@ class Profile:
             "regions": {key: cost.with_less(less) for key, cost in self.regions.items()},
             "schedules": tuple(self._padded_for(world_size, schedule) for schedule in self.schedules),
         }
-        return replace(self, world_size=world_size, topology=topology, **changes)
+        replicated = self.replicated if topology is None else topology.replicas > 1
+        return replace(self, world_size=world_size, topology=topology, replicated=replicated, **changes)
 
     def with_compute(self, factor: float) -> Profile:
         """Returns the cost of a step whose regions take `factor` times as long, with the same memory."""

@@ -14,16 +14,18 @@ class GradientModel:
     A gradient that is being reduced stays until the compute stream has waited for it. Sums have the dtype of the
     parameter; where that is not the gradient's, they are cast into a buffer. A result is put into a buffer, too, where
     it has another dtype than its shard, or is added to it. The memory of buffers stays with the runtime, which uses it
-    again in stream order.
+    again: for the next group, or after the mean over replicas, which has a stream of its own.
 
     Args:
         ratio: Bytes of a sum per byte of a gradient.
         window: Groups that may be on their way before compute waits for the oldest.
         world_size: Ranks that share a reduced gradient.
+        replicated: Whether gradients are averaged over replicas, too.
     """
 
-    def __init__(self, ratio: float, window: int, world_size: int) -> None:
+    def __init__(self, ratio: float, window: int, world_size: int, *, replicated: bool = False) -> None:
         self._ratio, self._window, self._world_size = ratio, window, world_size
+        self._buffers_in_use = max(window, 1) if replicated and world_size > 1 else 1
         self._sums: dict[int, int] = {}
         self._pending: deque[tuple[int, int]] = deque()  # task and bytes of a group
         self._buffers = ArenaModel()
@@ -72,7 +74,8 @@ class GradientModel:
 
     def _keep_buffer(self, size: int) -> None:
         if size:
-            self._buffers.release(self._buffers.acquire(size))
+            for slot in [self._buffers.acquire(size) for _ in range(self._buffers_in_use)]:
+                self._buffers.release(slot)
 
     def _arriving(self, group: Instruction) -> int:
         """Bytes of a reduction's result that reach this rank; 0 for a single rank, which has it already."""

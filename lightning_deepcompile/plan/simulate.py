@@ -209,7 +209,9 @@ class _Simulation:
         self._window_bytes = 0  # of all that the step will take: they exist since the step before
         self._barrier: list[int] = []  # the tasks that the next task on the compute stream has to wait for
         self._computed: int | None = None  # the last task on the compute stream
-        self._gradients = GradientModel(profile.hold_ratio, profile.reduce_window, profile.world_size)
+        self._gradients = GradientModel(
+            profile.hold_ratio, profile.reduce_window, profile.world_size, replicated=profile.replicated
+        )
         self._accumulates = profile.accumulates and profile.micro_batches > 1
         self._boundary = False  # in the last micro-batch
         self._copies: dict[tuple[int, int], int] = {}  # the last copy of a frame's saved tensor

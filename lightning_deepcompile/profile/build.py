@@ -25,6 +25,7 @@ def build_profile(
     transfers: Sequence[Transfer],
     *,
     world_size: int,
+    replicated: bool,
     hold_ratio: float,
     hosted: dict[str, int],
     window_from: int,
@@ -40,7 +41,8 @@ def build_profile(
         schedules: The schedules that ran in `observed`, by program name.
         isolated_schedules: The schedules that ran in `isolated`, by program name.
         transfers: Those of `isolated`.
-        world_size: Number of ranks.
+        world_size: Number of ranks that share the parameters.
+        replicated: As of a `Profile`.
         hold_ratio: Bytes of a sum of whole gradients per byte of a gradient.
         hosted: As of a `Profile`.
         window_from: As of a `Profile`.
@@ -97,6 +99,7 @@ def build_profile(
         window_from=window_from,
         budget=budget,
         step_seconds=step_seconds,
+        replicated=replicated,
     )
     programs = _side_by_side(observed, schedules, profile)
     return replace(profile, exposed_seconds=_total(programs).exposed, contention=_contention(programs))

@@ -332,6 +332,7 @@ class Foresight:
         config = capture.config
         return {
             "world_size": ranks.shards,
+            "replicated": ranks.replicas > 1,
             "device_type": device.type,
             "hold_ratio": hold_ratio(capture.model.gradient_dtypes),
             "hosted": capture.model.hosted_bytes,

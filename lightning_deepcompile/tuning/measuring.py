@@ -339,6 +339,7 @@ class Measurement:
             isolated_schedules,
             transfers,
             world_size=model.ranks.shards,
+            replicated=model.ranks.replicas > 1,
             hold_ratio=hold_ratio(model.gradient_dtypes),
             hosted=model.hosted_bytes,
             window_from=window_from,

@@ -62,7 +62,7 @@ def test_ranks_plan_with_the_slowest_times_and_the_least_budget() -> None:
 
 def test_every_number_of_a_profile_says_which_rank_counts() -> None:
     """A number that does not is that of rank 0, which is right only where all ranks have the same."""
-    equal = {"world_size", "reduce_window", "window_from", "unexplained_seconds", "topology"}
+    equal = {"world_size", "reduce_window", "window_from", "unexplained_seconds", "topology", "replicated"}
     plain = profile([schedule("forward", compute(0))])
     numbers = [f for f in fields(Profile) if isinstance(getattr(plain, f.name), int | float | None)]
     assert {f.name for f in numbers if WORST not in f.metadata} == equal
@@ -80,7 +80,7 @@ def _step(program: str, *seconds: float) -> StepMarks:
 def _built(observed: StepMarks, isolated: StepMarks, before: dict[str, Schedule], then: dict[str, Schedule]) -> Profile:
     return build_profile(
         observed, isolated, before, then, transfers_of(isolated, then), world_size=2, hold_ratio=1.0, hosted={},
-        window_from=0, budget=None, step_seconds=0.0,
+        window_from=0, budget=None, step_seconds=0.0, replicated=False,
         live={name: {"region_0": (0, 0, 0), "region_1": (0, 0, 0)} for name in then},
     )  # fmt: skip
 
