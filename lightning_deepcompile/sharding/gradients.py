@@ -81,10 +81,11 @@ class GradientSession:
         """Starts a backward pass, for a caller that calls `finish` itself."""
         if self._active:
             return
-        reset = [p for p in self._trainable() if p.dtensor.grad is not p.grad_dtensor]
-        for parameter in reset:
-            if parameter.dtensor.grad is not None:
-                self._set_aside(parameter)
+        with compat.reading_attributes():
+            reset = [p for p in self._trainable() if p.dtensor.grad is not p.grad_dtensor]
+            foreign = [p for p in reset if p.dtensor.grad is not None]
+        for parameter in foreign:
+            self._set_aside(parameter)
         for parameter in self._trainable():
             if parameter.hooks and parameter.dtensor.grad is not None:
                 self._set_aside(parameter)  # then the pass tells whether it computes a gradient of this one
@@ -111,8 +112,9 @@ class GradientSession:
             self._discards = False
             self._runtime.gradients.free([parameter.ds_id for parameter in self._trainable()])
         reduced = [self._model.by_id[ds_id] for ds_id in self._runtime.gradients.ids()]
-        for parameter in reduced:
-            parameter.dtensor.grad = parameter.grad_dtensor
+        with compat.reading_attributes():
+            for parameter in reduced:
+                parameter.dtensor.grad = parameter.grad_dtensor
         self._return()
         averaged = self._average_replicated()
         self.adopt(reduced, averaged)
@@ -196,8 +198,9 @@ class GradientSession:
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Sets the gradients of some parameters to None, and drops those held back for them."""
         chosen = [self._model.by_parameter[p] for p in parameters if p in self._model.by_parameter]
-        for parameter in chosen:
-            parameter.dtensor.grad = None
+        with compat.reading_attributes():
+            for parameter in chosen:
+                parameter.dtensor.grad = None
         self._protect_held(chosen)
         self._runtime.gradients.free([p.ds_id for p in chosen])
         if not self._active:  # else `finish` does
@@ -221,10 +224,10 @@ class GradientSession:
 
     def follow_requires_grad(self) -> None:
         """Copies the parameters' ``requires_grad``, which users may change, to the leaves that graphs read."""
-        for parameter in self._model.parameters:
+        with compat.reading_attributes():
+            changed = [p for p in self._model.parameters if p.dtensor.requires_grad != p.leaf.requires_grad]
+        for parameter in changed:
             wanted = parameter.dtensor.requires_grad
-            if wanted == parameter.leaf.requires_grad:
-                continue
             if wanted and parameter.grad_buffer is None:
                 self._add_buffer(parameter)
             parameter.leaf.requires_grad_(wanted)

@@ -77,21 +77,22 @@ class ShardedModel:
             RuntimeError: If not: PyTorch gives a DTensor other storage when its ``.data`` is assigned, and leaves its
                 values as they are.
         """
-        for parameter, storage in zip(self.parameters, self._storages, strict=True):
-            tensor = parameter.dtensor
-            for owner in parameter.owners:
-                if owner.module._parameters.get(owner.name) is not tensor:
+        with compat.reading_attributes():
+            for parameter, storage in zip(self.parameters, self._storages, strict=True):
+                tensor = parameter.dtensor
+                for owner in parameter.owners:
+                    if owner.module._parameters.get(owner.name) is not tensor:
+                        raise RuntimeError(
+                            f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
+                            "steps do not see it. Replace parameters before `trainer.fit`, in `setup` or in "
+                            "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
+                        )
+                if tensor.untyped_storage() is not storage:
                     raise RuntimeError(
-                        f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
-                        "steps do not see it. Replace parameters before `trainer.fit`, in `setup` or in "
-                        "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
+                        f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. "
+                        "Parameters are sharded, and steps would read the old values. Change them in place, by "
+                        "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
                     )
-            if tensor.untyped_storage() is not storage:
-                raise RuntimeError(
-                    f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. Parameters "
-                    "are sharded, and steps would read the old values. Change them in place, by "
-                    "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
-                )
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module, *, writeback: bool) -> Iterator[None]:

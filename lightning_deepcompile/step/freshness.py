@@ -91,4 +91,5 @@ class _WriteWatch:
 
     def counts(self) -> list[int]:
         """The counts so far; equal lists mean that nothing was written in between."""
-        return [compat.version_of(tensor) for tensor in self._tensors]
+        with compat.reading_attributes():
+            return [compat.version_of(tensor) for tensor in self._tensors]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.sharding.parameter import ShardedParameter
 from lightning_deepcompile.sharding.shards import ShardedModel
 
@@ -56,10 +57,11 @@ class LocalGradients:
         if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
             self._parameters = parameters
             self._sharded = [self._model.by_parameter.get(parameter) for parameter in parameters]
+        with compat.reading_attributes():
+            present = [parameter.grad for parameter in parameters]
         gradients: list[Tensor | None] = []
         are_own = True
-        for parameter, one in zip(parameters, self._sharded, strict=True):
-            gradient = parameter.grad
+        for gradient, one in zip(present, self._sharded, strict=True):
             if one is not None and gradient is not None:
                 if gradient is one.grad_dtensor:
                     gradient = one.grad_local

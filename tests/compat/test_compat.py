@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -430,6 +431,22 @@ def test_a_subclass_of_dtensor_is_asked(mesh: DeviceMesh) -> None:
     tensor.__class__ = Asked
     assert type(tensor.sum()) is Tensor and type(torch.stack([torch.ones(3), tensor])) is Tensor
     assert asked == ["sum", "stack"] or asked == ["sum", "cat"], asked
+
+
+def test_attributes_of_many_tensors_are_read_without_python(mesh: DeviceMesh) -> None:
+    @compat.dispatches
+    class Asked(DTensor):
+        __slots__ = ()
+
+    tensor: Any = DTensor.from_local(torch.ones(3), mesh, [Shard(0)], run_check=False)
+    tensor.__class__ = Asked
+    called: list[str] = []
+    with compat.reading_attributes():
+        sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if event == "call" else None)
+        read = tensor.grad, tensor.requires_grad, tensor._version
+        tensor.grad = None
+        sys.setprofile(None)
+    assert read == (None, False, 0) and called == []
 
 
 def test_flight_records_name_libraries_that_the_analyser_knows() -> None:
