@@ -79,7 +79,10 @@ def dispatches(kind: type[DTensorT]) -> type[DTensorT]:
     def torch_function(
         cls: Any, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with contextlib.nullcontext() if function in _STORED else Mode(), torch._C.DisableTorchFunctionSubclass():
+        if function in _STORED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args)
+        with Mode(), torch._C.DisableTorchFunctionSubclass():
             return function(*args, **(kwargs or {}))
 
     kind.__torch_function__ = classmethod(torch_function)  # type: ignore[assignment, method-assign]
