@@ -51,7 +51,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 _CALLS_DISPATCH = torch.__version__ >= "2.12"
 _STORED: frozenset[Any] = frozenset(
-    one.__get__ for one in (Tensor.grad, Tensor.requires_grad, Tensor.is_leaf, Tensor.grad_fn, Tensor._version)
+    getattr(Tensor, name).__get__ for name in ("grad", "requires_grad", "is_leaf", "grad_fn", "_version")
 )  # attributes whose getters call no operator
 
 
