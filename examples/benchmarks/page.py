@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import plot
+from jobs import SHAPES
 from report import headline, markdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +37,7 @@ _KEPT = (
     "predicted",
 )  # fmt: skip
 _SETTINGS = ("layers", "checkpointing", "steps", "warmup", "world", "precision", "optimizer", "nodes")
+_USUAL = "llama3-8b"
 _PAIRS = (("deepcompile", "fsdp2"), ("deepcompile-fp8", "fsdp2-fp8"))
 _MARK = re.compile(r"(<!-- (tables|summary|comparison|rows)(?:: (\w+))? -->\n).*?(<!-- end -->)", re.DOTALL)
 Record = dict[str, Any]
@@ -72,9 +74,22 @@ def kept(files: Sequence[Record], subject: str, commit: str | None, date: str) -
         "commit": ", ".join(sorted(one[:7] for one in commits)),
         "device": environment["device"],
         "torch": environment["torch"],
+        **({} if (model := _model(files[0]["settings"].get("shape"))) == _USUAL else {"model": model}),
         **settings[0],
         "results": results,
     }
+
+
+def _model(sizes: Record | None) -> str:
+    """Names the shape of these sizes, of which some layers may have been trained."""
+    if sizes is None:
+        return _USUAL
+    varied = ("layers", "checkpointing", "deferred")
+    return next(
+        name
+        for name, shape in SHAPES.items()
+        if all(getattr(shape, key) == value for key, value in sizes.items() if key not in varied)
+    )
 
 
 def _rounded(value: Any) -> Any:
@@ -108,7 +123,8 @@ def command(record: Record) -> str:
     if "command" in record:
         return str(record["command"])
     results = record["results"]
-    words = ["compare.py", f"--layers {record['layers']}", f"--world {record['world']}"]
+    words = ["compare.py", *([f"--shape {record['model']}"] if "model" in record else ())]
+    words += [f"--layers {record['layers']}", f"--world {record['world']}"]
     words += ["--checkpointing"] * record.get("checkpointing", False)
     words += [f"--optimizer {record['optimizer']}"] * (record.get("optimizer", "adamw") != "adamw")
     words += [
@@ -219,6 +235,8 @@ def summary(records: Mapping[str, Record]) -> str:
                     continue
                 kind = "FP8" if "fp8" in ours else "Muon" if record.get("optimizer") == "muon" else "bf16"
                 what = f"{record['layers']} layers, {kind}, {case.replace('x', '×')}"
+                what = f"{record['model']}, {what}" if "model" in record else what
+                what += ", checkpointing" * bool(record.get("checkpointing"))
                 lines.append([what, *_beside(*pair)[:3], *where])
         if len(lines) > before:
             ran_by[f"- {where[-1]}, {where[0]}: `{command(record)}`\n"] = None

@@ -5,7 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -565,6 +565,15 @@ def test_a_page_is_written_from_records() -> None:
     assert "| named | 10.0 ms, 2.5 GiB | 5.0 ms, 2.0 GiB | 0.50× | +0.5 GiB | 8×H100 | 2026-01-02 and " in text
     assert text.count("| 1 |  |\n| b | 2.5 |\n") == 2 and text.count("\nSo.\n") == 1
     assert page.written(text, records) == text
+
+
+def test_results_of_another_model_name_it() -> None:
+    measured = _measured()
+    measured["settings"] |= {"shape": asdict(replace(SHAPES["olmoe-1b-7b"], layers=2)), "checkpointing": True}
+    record = page.kept([measured], "mine", "abc", page.CURRENT)
+    text = page.written("<!-- summary -->\n<!-- end -->", {"one": record})
+    assert "| olmoe-1b-7b, 2 layers, bf16, 8×1×1, checkpointing | 2.0 ms" in text
+    assert "`compare.py --shape olmoe-1b-7b --layers 2 --world 2 --checkpointing --systems" in text
 
 
 def test_results_of_other_settings_make_no_table() -> None:
