@@ -137,7 +137,7 @@ class Assembly:
         self, module: nn.Module, runtime: Any, stored: Mapping[nn.Parameter, ReadRows] | None = None
     ) -> ShardedModel:
         """Makes the sharded `module`; `stored` reads the values of parameters that have no memory yet."""
-        hosted = self.hosted.chunks
+        hosted = self.hosted.flat_layouts
         return shard_module(module, runtime, self._ranks, dtypes=self._dtypes, hosted=hosted, stored=stored)
 
     def gradients(self, runtime: Any, model: ShardedModel) -> GradientSession:

@@ -286,7 +286,7 @@ class _Estimate:
             stage=stage,
             dtypes=request.dtypes,
             around=request.around,
-            hosted=self._hosted.chunks,
+            hosted=self._hosted.flat_layouts,
             nothing_moves=shares and request.ranks == 1 and config.schedule in (None, "auto"),
         )
         self._buffers = sum(buffer.nbytes for buffer in module.buffers())
@@ -419,7 +419,7 @@ class _Estimate:
             for group in optimizer.param_groups
         ]
         found = probe_temporaries(optimizer, torch.device("cpu"), lists=self._device.type == "cuda")
-        largest = chunk_bytes(2 * sum(chunk.nbytes for chunk in model.chunks if chunk.is_trained))
+        largest = chunk_bytes(2 * sum(flat.nbytes for flat in model.flat_layouts if flat.is_trained))
         whole, divided = step_bytes(found, groups, largest)
         return whole if self._hosted.offloading.states == "none" else divided
 

@@ -222,7 +222,7 @@ class TracedStep:
         stage: ZeRO stage.
         dtypes: The dtypes in which parameters and gradients travel.
         around: Gives the context that a training step runs in.
-        hosted: Which chunks of shards live in host memory.
+        hosted: Indices of the layouts whose shards live in host memory.
         nothing_moves: As of the `Capture`.
 
     Attributes:

@@ -14,7 +14,7 @@ from lightning_deepcompile.plan.offload import Offloading, check_host, chunk_byt
 from lightning_deepcompile.profile.peak_memory import PeakMemory
 from lightning_deepcompile.ranks.exchange import maxima
 from lightning_deepcompile.ranks.ranks import Ranks
-from lightning_deepcompile.sharding.layout import ChunkLayout
+from lightning_deepcompile.sharding.layout import FlatLayout
 from lightning_deepcompile.sharding.needs import moving_bytes
 from lightning_deepcompile.sharding.shards import lay_out
 from lightning_deepcompile.sharding.wire_dtypes import WireDtypes
@@ -38,12 +38,12 @@ class HostedShards:
     Args:
         offloading: How each kind is offloaded: as `CompileConfig.offload` says, but ``"none"`` for parameters where all
             may stay and do, and for states where sizes say that all may stay.
-        chunks: Indices of the chunks of shards that live in host memory.
+        flat_layouts: Indices of the layouts whose shards live in host memory.
         plan: Why, and how much; None where none may leave.
     """
 
     offloading: Offloading = Offloading()
-    chunks: frozenset[int] = frozenset()
+    flat_layouts: frozenset[int] = frozenset()
     plan: MemoryPlan | None = None
 
     @property
@@ -92,18 +92,18 @@ def decide_hosted(
     mode, states = offloading.parameters, offloading.states
     if mode == "none" and states != "auto":
         return HostedShards(offloading)
-    chunks = lay_out(module, ranks.shards, dtypes).chunks
+    flats = lay_out(module, ranks.shards, dtypes).flat_layouts
     (least,) = maxima([-memory.limit(config.memory_budget)], ranks.group)
-    budget, shards = int(-least), [chunk.nbytes for chunk in chunks]
-    if states == "auto" and sum(shards) + _others(config, chunks, ranks, stage, leave=False) <= _ROOMY * budget:
+    budget, shards = int(-least), [flat.nbytes for flat in flats]
+    if states == "auto" and sum(shards) + _others(config, flats, ranks, stage, leave=False) <= _ROOMY * budget:
         offloading = replace(offloading, states="none")
     if mode == "none":
         return HostedShards(offloading)
-    # A chunk travels while the blocks before it compute, which need the link themselves if they left: of equal ones, as
-    # layers are, those go that lie far apart.
+    # A buffer travels while the blocks before it compute, which need the link themselves if they left: of equal ones,
+    # as layers are, those go that lie far apart.
     order = sorted(range(len(shards)), key=lambda index: (-shards[index], _spread(index)))
     leaving = Move("parameters", tuple(shards[index] for index in order), slots=_SLOTS)
-    others = _others(config, chunks, ranks, stage, leave=config.offloading.states != "none")
+    others = _others(config, flats, ranks, stage, leave=config.offloading.states != "none")
     need, room = Need({"step": others + sum(shards)}, (leaving,)), int(budget * (1 - _ACTIVATIONS))
     plan = move_all(need, room, f"offload={config.offload!r}") if mode == "all" else fit(need, room, "same")
     hosted = frozenset(order[unit] for unit in plan.gone("parameters"))
@@ -115,22 +115,22 @@ def decide_hosted(
     return decided
 
 
-def _others(config: CompileConfig, chunks: Sequence[ChunkLayout], ranks: Ranks, stage: int, *, leave: bool) -> int:
+def _others(config: CompileConfig, flats: Sequence[FlatLayout], ranks: Ranks, stage: int, *, leave: bool) -> int:
     """Returns the most bytes that everything but shards takes at a time, with Adam's states.
 
     Args:
         config: When gradients are reduced.
-        chunks: The shards.
+        flats: Layouts of the shards.
         ranks: The ranks.
         stage: ZeRO stage.
         leave: Whether all states wait in host memory.
     """
-    gradients = sum(chunk.nbytes for chunk in chunks if chunk.is_trained)
+    gradients = sum(flat.nbytes for flat in flats if flat.is_trained)
     states, stepping = 2 * gradients, 0
     if leave:  # they are copied to the device with their parameters, through three buffers
-        sizes = [shard.shard_numel * chunk.dtype.itemsize for chunk in chunks for shard in chunk.shards]
+        sizes = [shard.shard_numel * flat.dtype.itemsize for flat in flats for shard in flat.shards]
         states, stepping = 0, 3 * min(max(chunk_bytes(states), 3 * max(sizes, default=0)), gradients)
-    moving = moving_bytes(chunks, ranks.shards, stage=stage, reduction=config.reduction(stage))
+    moving = moving_bytes(flats, ranks.shards, stage=stage, reduction=config.reduction(stage))
     return gradients + states + max(moving, stepping)
 
 

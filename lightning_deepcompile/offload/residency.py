@@ -86,7 +86,9 @@ class Residency:
     ) -> None:
         self._config, self._mode, self._model, self._runtime = config, mode, model, runtime
         self._group, self._device, self._memory, self._limit = group, device, memory, limit
-        self._chunk_bytes = chunk_bytes(2 * sum(chunk.nbytes for chunk in model.chunks if chunk.is_trained))  # Adam's
+        self._chunk_bytes = chunk_bytes(
+            2 * sum(flat.nbytes for flat in model.flat_layouts if flat.is_trained)
+        )  # Adam's
         self._attached: list[tuple[weakref.ref[Optimizer], StateOffload]] = []
         self._observing = False
         self._seen: _Seen | None = None  # what the decision fell by

@@ -47,12 +47,12 @@ def rows_of(rows: int, rows_padded: int, rank: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """One parameter's place: each rank holds ``rows_padded`` rows, contiguous, from ``offset`` of its chunk.
+    """One parameter's place in a flat buffer: each rank holds ``rows_padded`` rows, contiguous, from ``offset`` on.
 
     Args:
         spec: The parameter.
         rows_padded: Rows per rank, ``ceil(rows / world)``; the last ranks' surplus rows are zero.
-        offset: Start of the shard in the chunk, in elements.
+        offset: Start of the shard in the flat buffer, in elements.
     """
 
     spec: ParamSpec
@@ -80,7 +80,7 @@ class ShardLayout:
 
 
 @dataclass(frozen=True)
-class ChunkLayout:
+class FlatLayout:
     """The shards of one block and dtype, one after another in one flat buffer per rank.
 
     Neighbours in memory are gathered, cast and reduced together, so one block costs few kernel launches.
@@ -107,29 +107,29 @@ class ChunkLayout:
         return self.shards[0].spec.requires_grad
 
 
-def plan_chunks(specs: Iterable[ParamSpec], world_size: int) -> list[ChunkLayout]:
-    """Lays out `specs` for `world_size` ranks, in order, one chunk per block, dtype and ``requires_grad``.
+def lay_out_flat(specs: Iterable[ParamSpec], world_size: int) -> list[FlatLayout]:
+    """Lays out `specs` for `world_size` ranks, one flat buffer per block, dtype and ``requires_grad``.
 
     Args:
         specs: Parameters in registration order.
         world_size: Number of ranks, at least 1.
 
     Returns:
-        The chunks in order of first appearance. Frozen parameters have chunks of their own, as they need no gradient
-        buffer.
+        The layouts in order of first appearance. Frozen parameters have buffers of their own, as they need none for
+        gradients.
     """
     groups: dict[tuple[str, torch.dtype, bool], list[ParamSpec]] = {}
     for spec in specs:
         groups.setdefault((spec.block, spec.dtype, spec.requires_grad), []).append(spec)
-    chunks = []
+    flats = []
     for (block, dtype, _), members in groups.items():
         offset, shards = 0, []
         for spec in members:
             shard = ShardLayout(spec, rows_padded=-(-spec.shape[0] // world_size), offset=offset)
             shards.append(shard)
             offset += -(-shard.shard_numel // ALIGNMENT) * ALIGNMENT
-        chunks.append(ChunkLayout(block, dtype, tuple(shards), offset))
-    return chunks
+        flats.append(FlatLayout(block, dtype, tuple(shards), offset))
+    return flats
 
 
 def assign_blocks(module: nn.Module, names: Sequence[str]) -> dict[str, str]:

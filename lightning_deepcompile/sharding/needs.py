@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from lightning_deepcompile.plan.costs import REDUCE_WINDOW
 from lightning_deepcompile.plan.settings import PREFETCH_BLOCKS
-from lightning_deepcompile.sharding.layout import ChunkLayout
+from lightning_deepcompile.sharding.layout import FlatLayout
 
 
-def moving_bytes(chunks: Sequence[ChunkLayout], shards: int, *, stage: int, reduction: str) -> int:
+def moving_bytes(flats: Sequence[FlatLayout], shards: int, *, stage: int, reduction: str) -> int:
     """The most bytes that gathered parameters, and gradients that are not reduced yet, take on a rank at a time.
 
     Args:
-        chunks: The shards of a rank.
+        flats: Layouts of a rank's shards.
         shards: Ranks that share the parameters.
         stage: ZeRO stage.
         reduction: The time at which gradients are reduced; see `CompileConfig.reduction`.
@@ -21,14 +21,14 @@ def moving_bytes(chunks: Sequence[ChunkLayout], shards: int, *, stage: int, redu
     Returns:
         Bytes without a plan: a plan may use more if memory is free, and less if it is short.
     """
-    wire = [chunk.gathered_bytes for chunk in chunks]  # of a rank, in the dtype in which they travel
+    wire = [flat.gathered_bytes for flat in flats]  # of a rank, in the dtype in which they travel
     blocks: dict[str, int] = {}
-    for chunk, size in zip(chunks, wire, strict=True):
-        blocks[chunk.block] = blocks.get(chunk.block, 0) + size
+    for flat, size in zip(flats, wire, strict=True):
+        blocks[flat.block] = blocks.get(flat.block, 0) + size
     sizes = list(blocks.values())
     window = PREFETCH_BLOCKS + 1 if stage == 3 else len(sizes)  # below stage 3 they stay whole
     gathered = max((sum(sizes[k : k + window]) for k in range(len(sizes))), default=0) * shards
-    whole = [size * shards for chunk, size in zip(chunks, wire, strict=True) if chunk.is_trained]
+    whole = [size * shards for flat, size in zip(flats, wire, strict=True) if flat.is_trained]
     # Gradients before they are reduced: of all blocks, or of those that are being reduced and the one being computed.
     pending = sum(whole) if reduction == "boundary" else (REDUCE_WINDOW + 1) * max(whole, default=0)
     return gathered + pending + max(wire, default=0)  # shards are cast before they travel

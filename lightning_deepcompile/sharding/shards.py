@@ -18,7 +18,7 @@ from lightning_deepcompile.ranks.ranks import Ranks
 from lightning_deepcompile.sharding.access import StepState, install_access
 from lightning_deepcompile.sharding.adapters import materialize_adapters
 from lightning_deepcompile.sharding.derived import DerivedShards
-from lightning_deepcompile.sharding.layout import ChunkLayout, ParamSpec, ShardLayout, assign_blocks, plan_chunks
+from lightning_deepcompile.sharding.layout import FlatLayout, ParamSpec, ShardLayout, assign_blocks, lay_out_flat
 from lightning_deepcompile.sharding.materialize import Materializer
 from lightning_deepcompile.sharding.parameter import GradBuffer, Owner, ShardedParameter, distribute_rows
 from lightning_deepcompile.sharding.parameter_class import HOOKS
@@ -38,7 +38,7 @@ class ShardedModel:
 
     parameters: list[ShardedParameter]
     replicated: list[nn.Parameter]
-    chunks: list[ChunkLayout]
+    flat_layouts: list[FlatLayout]
     grad_buffers: list[GradBuffer]
     state: StepState
     ranks: Ranks
@@ -127,7 +127,7 @@ class ShardedModel:
     @property
     def shard_bytes(self) -> int:
         """Bytes of parameter shards that this rank holds, padding included."""
-        return sum(chunk.numel * chunk.dtype.itemsize for chunk in self.chunks)
+        return sum(flat.numel * flat.dtype.itemsize for flat in self.flat_layouts)
 
     @property
     def gradient_dtypes(self) -> set[tuple[torch.dtype, torch.dtype]]:
@@ -137,8 +137,8 @@ class ShardedModel:
     @property
     def device_bytes(self) -> int:
         """Bytes of these shards that are on the device, and of what is derived of them."""
-        on_device = [chunk for chunk in self.chunks if self.by_name[chunk.shards[0].spec.name].host is None]
-        return sum(chunk.numel * chunk.dtype.itemsize for chunk in on_device) + self.derived.nbytes
+        on_device = [flat for flat in self.flat_layouts if self.by_name[flat.shards[0].spec.name].host is None]
+        return sum(flat.numel * flat.dtype.itemsize for flat in on_device) + self.derived.nbytes
 
     @property
     def hosted_bytes(self) -> dict[str, int]:
@@ -175,13 +175,13 @@ class Layout:
         owners: Of each parameter that is sharded, by its name.
         replicated: Owners of the others: without rows to distribute (0-dim or empty), or read by TorchScript.
         specs: Of each parameter that is sharded.
-        chunks: Their places.
+        flat_layouts: Their places.
     """
 
     owners: dict[str, tuple[Owner, ...]]
     replicated: list[Owner]
     specs: list[ParamSpec]
-    chunks: list[ChunkLayout]
+    flat_layouts: list[FlatLayout]
 
 
 def lay_out(module: nn.Module, shards: int, dtypes: WireDtypes) -> Layout:
@@ -208,7 +208,7 @@ def lay_out(module: nn.Module, shards: int, dtypes: WireDtypes) -> Layout:
         for name, (parameter, owners) in sharded.items()
     ]
     owners_of = {name: tuple(owners) for name, (_, owners) in sharded.items()}
-    return Layout(owners_of, replicated, specs, plan_chunks(specs, shards))
+    return Layout(owners_of, replicated, specs, lay_out_flat(specs, shards))
 
 
 def shard_module(
@@ -231,7 +231,7 @@ def shard_module(
         runtime: ``_C.Runtime`` of this rank.
         ranks: The data-parallel ranks.
         dtypes: The dtypes in which parameters, cast before the wire, and gradients travel.
-        hosted: The chunks of `lay_out` that live in host memory, by index; the same on all ranks.
+        hosted: Indices of the flat buffers of `lay_out` that live in host memory; the same on all ranks.
         stored: Parameters on the meta device of which each rank reads its rows; the same on all ranks.
 
     Raises:
@@ -243,7 +243,7 @@ def shard_module(
     if ranks.mesh.device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     planned = lay_out(module, ranks.shards, dtypes)  # the module must hold the only references to whole parameters
-    owners_of, specs, chunks = planned.owners, planned.specs, planned.chunks
+    owners_of, specs, flats = planned.owners, planned.specs, planned.flat_layouts
     deferred = {
         name
         for name, (owner, *_) in owners_of.items()
@@ -265,14 +265,14 @@ def shard_module(
     parameters: dict[str, ShardedParameter] = {}
     buffers: list[GradBuffer] = []
     next_id = runtime.serial << 32
-    for index, chunk in enumerate(chunks):
-        materializer.materialize(owners_of[spec.name][0].module for spec in specs if spec.block == chunk.block)
+    for index, flat in enumerate(flats):
+        materializer.materialize(owners_of[spec.name][0].module for spec in specs if spec.block == flat.block)
         if index in hosted:
-            values = runtime.memory.host_shard(chunk.numel, chunk.dtype).zero_()
+            values = runtime.memory.host_shard(flat.numel, flat.dtype).zero_()
         else:
-            values = torch.zeros(chunk.numel, dtype=chunk.dtype, device=device)
-        buffer = GradBuffer(torch.empty_like(values)) if chunk.shards[0].spec.requires_grad else None
-        for layout in chunk.shards:
+            values = torch.zeros(flat.numel, dtype=flat.dtype, device=device)
+        buffer = GradBuffer(torch.empty_like(values)) if flat.shards[0].spec.requires_grad else None
+        for layout in flat.shards:
             spec = layout.spec
             owners = owners_of[spec.name]
             in_place = spec.name in deferred  # else it is the user's memory
@@ -302,7 +302,7 @@ def shard_module(
     _move_rest(module, ranks, device)
     _install(list(parameters.values()), state)
     replicated = [cast(nn.Parameter, owner.module._parameters[owner.name]) for owner in planned.replicated]
-    return ShardedModel([parameters[spec.name] for spec in specs], replicated, chunks, buffers, state, ranks, runtime)
+    return ShardedModel([parameters[spec.name] for spec in specs], replicated, flats, buffers, state, ranks, runtime)
 
 
 def _move_rest(module: nn.Module, ranks: Ranks, device: torch.device) -> None:

@@ -85,7 +85,7 @@ class _WriteWatch:
 
     def __init__(self, model: ShardedModel) -> None:
         # Views of a flat buffer share one count: one tensor for each buffer is enough.
-        self._tensors = [model.by_name[chunk.shards[0].spec.name].leaf for chunk in model.chunks]
+        self._tensors = [model.by_name[flat.shards[0].spec.name].leaf for flat in model.flat_layouts]
         for parameter in model.parameters:
             self._tensors += [parameter.dtensor, compat.local_of(parameter.dtensor)]
 

@@ -99,12 +99,12 @@ def choose_mesh(
 
 
 def _need(module: nn.Module, config: CompileConfig, shards: int, *, stage: int, dtypes: WireDtypes) -> _Need:
-    chunks = lay_out(module, shards, dtypes).chunks
-    trained = [chunk for chunk in chunks if chunk.is_trained]
-    parameters, gradients = sum(chunk.nbytes for chunk in chunks), sum(chunk.nbytes for chunk in trained)
-    states = _STATES * sum(max(chunk.dtype.itemsize, _STATE_BYTES) * chunk.numel for chunk in trained)
+    flats = lay_out(module, shards, dtypes).flat_layouts
+    trained = [flat for flat in flats if flat.is_trained]
+    parameters, gradients = sum(flat.nbytes for flat in flats), sum(flat.nbytes for flat in trained)
+    states = _STATES * sum(max(flat.dtype.itemsize, _STATE_BYTES) * flat.numel for flat in trained)
     reduction = config.reduction(stage)
-    moving = moving_bytes(chunks, shards, stage=stage, reduction=reduction)
+    moving = moving_bytes(flats, shards, stage=stage, reduction=reduction)
     return _Need(parameters + gradients + states, moving)
 
 

@@ -318,7 +318,7 @@ class Foresight:
         model, update = self._leaving.model, self._capture.gradients.update
         if self._leaving.device.type != "cuda" or not update or self._gradients_there:
             return None
-        trained = [chunk for chunk in model.chunks if chunk.is_trained]
+        trained = [flat for flat in model.flat_layouts if flat.is_trained]
         ids = [frozenset(model.by_name[shard.spec.name].ds_id & LOCAL_ID for shard in one.shards) for one in trained]
         return arrived_gradients(programs, [(numbers, one.nbytes) for numbers, one in zip(ids, trained, strict=True)])
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_deepcompile.sharding.layout import ALIGNMENT, ParamSpec, assign_blocks, plan_chunks
+from lightning_deepcompile.sharding.layout import ALIGNMENT, ParamSpec, assign_blocks, lay_out_flat
 
 
 @st.composite
@@ -32,10 +32,10 @@ def specs(draw: Callable[..., list[ParamSpec]]) -> list[ParamSpec]:
 @settings(deadline=None)
 @given(specs=specs(), world=st.integers(1, 70))
 def test_shards_cover_every_parameter_and_nothing_twice(specs: list[ParamSpec], world: int) -> None:
-    chunks = plan_chunks(specs, world)
-    placed = [(chunk, shard) for chunk in chunks for shard in chunk.shards]
+    flats = lay_out_flat(specs, world)
+    placed = [(flat, shard) for flat in flats for shard in flat.shards]
     assert sorted(shard.spec.name for _, shard in placed) == sorted(spec.name for spec in specs)
-    for chunk, shard in placed:
+    for flat, shard in placed:
         # All ranks have the same shape, which holds the rows of each; together they are the parameter's, in order.
         rows = [shard.rows_of(rank) for rank in range(world)]
         assert [r for low, high in rows for r in range(low, high)] == list(range(shard.spec.shape[0]))
@@ -45,16 +45,16 @@ def test_shards_cover_every_parameter_and_nothing_twice(specs: list[ParamSpec], 
         assert all(low == min(rank * shard.rows_padded, shard.spec.shape[0]) for rank, (low, _) in enumerate(rows))
         assert shard.shard_shape == (shard.rows_padded, *shard.spec.shape[1:])
         assert shard.shard_numel == torch.Size(shard.shard_shape).numel()
-        assert (chunk.block, chunk.dtype) == (shard.spec.block, shard.spec.dtype)
-    for chunk in chunks:
+        assert (flat.block, flat.dtype) == (shard.spec.block, shard.spec.dtype)
+    for flat in flats:
         end = 0
-        for shard in chunk.shards:
+        for shard in flat.shards:
             assert shard.offset % ALIGNMENT == 0 and shard.offset >= end
-            assert shard.offset * chunk.dtype.itemsize % 16 == 0
+            assert shard.offset * flat.dtype.itemsize % 16 == 0
             end = shard.offset + shard.shard_numel
-        assert end <= chunk.numel < end + ALIGNMENT
-        assert len({shard.spec.requires_grad for shard in chunk.shards}) == 1
-    assert len({(c.block, c.dtype, c.shards[0].spec.requires_grad) for c in chunks}) == len(chunks)
+        assert end <= flat.numel < end + ALIGNMENT
+        assert len({shard.spec.requires_grad for shard in flat.shards}) == 1
+    assert len({(c.block, c.dtype, c.shards[0].spec.requires_grad) for c in flats}) == len(flats)
 
 
 class Stack(nn.Module):
