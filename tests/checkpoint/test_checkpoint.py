@@ -12,7 +12,7 @@ import torch
 from cases import Mlp, Recorder, Tokens
 from lightning.fabric.utilities.load import _load_distributed_checkpoint
 from lightning.pytorch.utilities.consolidate_checkpoint import _format_checkpoint
-from multiprocess import run_ranks
+from multiprocess import devices, run_ranks
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -80,15 +80,19 @@ def rank_and_world() -> tuple[int, int]:
 
 
 def fit(
-    strategy: Any, *callbacks: pl.Callback, resume: Path | None = None, build: Any = None
+    strategy: Any,
+    *callbacks: pl.Callback,
+    resume: Path | None = None,
+    build: Any = None,
+    accelerator: str = "cpu",
 ) -> tuple[Any, pl.Trainer]:
     rank, world = rank_and_world()
     torch.manual_seed(3)
     recorder = Recorder()
     trainer = pl.Trainer(
         strategy=strategy,
-        accelerator="cpu",
-        devices=world,
+        accelerator=accelerator,
+        **devices(world),
         max_steps=STEPS,
         logger=False,
         enable_checkpointing=any(isinstance(c, pl.callbacks.Checkpoint) for c in callbacks),

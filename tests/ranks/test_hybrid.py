@@ -55,18 +55,23 @@ def _train_all(accelerator: str = "cpu", mesh: tuple[int, int] = (2, 2)) -> list
     ]
 
 
-def _save(folder: Path) -> Record:
-    record, trainer = fit(ours("sharded", device_mesh=(2, 2)), SaveAt(folder / "sharded.ckpt", SAVED_AFTER))
+def _save(folder: Path, accelerator: str = "cpu") -> Record:
+    save = SaveAt(folder / "sharded.ckpt", SAVED_AFTER)
+    record, trainer = fit(ours("sharded", device_mesh=(2, 2)), save, accelerator=accelerator)
     trainer.save_checkpoint(folder / "end.ckpt")
     full = SaveAt(folder / "full.ckpt", SAVED_AFTER + 1)
-    again, _ = fit(ours(device_mesh=(2, 2)), full, resume=folder / "sharded.ckpt")
+    again, _ = fit(ours(device_mesh=(2, 2)), full, resume=folder / "sharded.ckpt", accelerator=accelerator)
     assert all(torch.equal(again.params[name], value) for name, value in record.params.items())
     for name in ("sharded.ckpt", "full.ckpt"):  # as many ranks, which now all share
-        spread, other = fit(ours(), resume=folder / name)
+        spread, other = fit(ours(), resume=folder / name, accelerator=accelerator)
         assert (trainer.strategy.engine.model.ranks.shards, other.strategy.engine.model.ranks.shards) == (2, 4)
         for key, value in record.params.items():
             torch.testing.assert_close(spread.params[key], value, rtol=1e-6, atol=1e-6)
     return record
+
+
+def _resume(folder: Path, accelerator: str = "cpu") -> list[Record]:
+    return [fit(ours(), resume=folder / name, accelerator=accelerator)[0] for name in ("sharded.ckpt", "full.ckpt")]
 
 
 def _on_four_ranks(folder: Path) -> tuple[list[Record], Record]:
@@ -75,7 +80,7 @@ def _on_four_ranks(folder: Path) -> tuple[list[Record], Record]:
 
 def _on_two_ranks(folder: Path) -> tuple[list[Record], list[Record], str]:
     rank, compile = int(os.environ["RANK"]), CompileConfig(region_backend="eager")
-    resumed = [fit(ours(), resume=folder / name)[0] for name in ("sharded.ckpt", "full.ckpt")]
+    resumed = _resume(folder)
     replicas = init_device_mesh("cpu", (2, 1))  # nothing is shared
     one_node = DeepCompileStrategy(sharding_strategy="HYBRID_SHARD", compile=compile)  # everything is
     strategies = [DeepCompileStrategy(device_mesh=replicas, compile=compile), one_node]
@@ -135,13 +140,25 @@ def _check(ranks: list[list[Record]], accelerator: str, mesh: tuple[int, int]) -
 def test_checkpoints_go_on_with_other_ranks(four: Any, two: Any, folder: Path) -> None:
     expected = four[0][1]
     for records, _, _ in two:
-        for record in records:
-            for name, value in expected.params.items():
-                torch.testing.assert_close(record.params[name], value, rtol=1e-6, atol=1e-6)
+        _check_resumed(records, expected)
     # Replicas do not write the same again: the files hold nothing but what the metadata refers to.
     stored = FileSystemReader(folder / "end.ckpt").read_metadata().storage_data.values()
     sizes = sum(file.stat().st_size for file in (folder / "end.ckpt").glob("*.distcp"))
     assert sizes == sum(info.length for info in stored)
+
+
+@pytest.mark.gpu
+def test_checkpoints_go_on_with_other_nodes_on_gpus(tmp_path: Path) -> None:
+    """Ranks that share a GPU are nodes of their own: four nodes save, two go on."""
+    expected = run_ranks(_save, 4, tmp_path, "gpu", timeout=350)[0]
+    for records in run_ranks(_resume, 2, tmp_path, "gpu", timeout=200):
+        _check_resumed(records, expected)
+
+
+def _check_resumed(records: list[Record], expected: Record) -> None:
+    for record in records:
+        for name, value in expected.params.items():
+            torch.testing.assert_close(record.params[name], value, rtol=1e-6, atol=1e-6)
 
 
 def test_meshes_of_two_ranks(two: Any) -> None:
