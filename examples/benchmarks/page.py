@@ -55,7 +55,7 @@ def kept(files: Sequence[Record], subject: str, commit: str | None, date: str) -
     Raises:
         ValueError: If their settings differ, or no commit was measured.
     """
-    settings = [{key: file["settings"][key] for key in _SETTINGS if key in file["settings"]} for file in files]
+    settings = [_settings(file["settings"]) for file in files]
     if any(other != settings[0] for other in settings):
         raise ValueError(f"the files are of runs with other settings, and make no table: {settings}")
     environment = files[0]["environment"]
@@ -74,16 +74,19 @@ def kept(files: Sequence[Record], subject: str, commit: str | None, date: str) -
         "commit": ", ".join(sorted(one[:7] for one in commits)),
         "device": environment["device"],
         "torch": environment["torch"],
-        **({} if (model := _model(files[0]["settings"].get("shape"))) == _USUAL else {"model": model}),
         **settings[0],
         "results": results,
     }
 
 
-def _model(sizes: Record | None) -> str:
+def _settings(given: Record) -> Record:
+    model = _model(given["shape"]) if "shape" in given else _USUAL
+    named = {} if model == _USUAL else {"model": model}
+    return named | {key: given[key] for key in _SETTINGS if key in given}
+
+
+def _model(sizes: Record) -> str:
     """Names the shape of these sizes, of which some layers may have been trained."""
-    if sizes is None:
-        return _USUAL
     varied = ("layers", "checkpointing", "deferred")
     return next(
         name

@@ -78,21 +78,21 @@ class ShardedModel:
                 values as they are.
         """
         with compat.reading_attributes():
-            for parameter, storage in zip(self.parameters, self._storages, strict=True):
-                tensor = parameter.dtensor
-                for owner in parameter.owners:
-                    if owner.module._parameters.get(owner.name) is not tensor:
-                        raise RuntimeError(
-                            f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
-                            "steps do not see it. Replace parameters before `trainer.fit`, in `setup` or in "
-                            "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
-                        )
-                if tensor.untyped_storage() is not storage:
+            present = [parameter.dtensor.untyped_storage() for parameter in self.parameters]
+        for parameter, own, storage in zip(self.parameters, self._storages, present, strict=True):
+            for owner in parameter.owners:
+                if owner.module._parameters.get(owner.name) is not parameter.dtensor:
                     raise RuntimeError(
-                        f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. "
-                        "Parameters are sharded, and steps would read the old values. Change them in place, by "
-                        "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
+                        f"The parameter {owner.fqn!r} was replaced by another tensor since the module was sharded: "
+                        "steps do not see it. Replace parameters before `trainer.fit`, in `setup` or in "
+                        "`configure_model`; change their values in place, by `parameter.data.copy_(...)`."
                     )
+            if storage is not own:
+                raise RuntimeError(
+                    f"`parameter.data = ...` was assigned to {parameter.name!r}, or the module was moved. Parameters "
+                    "are sharded, and steps would read the old values. Change them in place, by "
+                    "`parameter.data.copy_(...)` (or `mul_`, `lerp_`, `clamp_`)."
+                )
 
     @contextlib.contextmanager
     def whole(self, module: nn.Module, *, writeback: bool) -> Iterator[None]:
@@ -127,7 +127,7 @@ class ShardedModel:
     @property
     def shard_bytes(self) -> int:
         """Bytes of parameter shards that this rank holds, padding included."""
-        return sum(flat.numel * flat.dtype.itemsize for flat in self.flat_layouts)
+        return sum(flat.nbytes for flat in self.flat_layouts)
 
     @property
     def gradient_dtypes(self) -> set[tuple[torch.dtype, torch.dtype]]:
@@ -138,7 +138,7 @@ class ShardedModel:
     def device_bytes(self) -> int:
         """Bytes of these shards that are on the device, and of what is derived of them."""
         on_device = [flat for flat in self.flat_layouts if self.by_name[flat.shards[0].spec.name].host is None]
-        return sum(flat.numel * flat.dtype.itemsize for flat in on_device) + self.derived.nbytes
+        return sum(flat.nbytes for flat in on_device) + self.derived.nbytes
 
     @property
     def hosted_bytes(self) -> dict[str, int]:
@@ -271,7 +271,7 @@ def shard_module(
             values = runtime.memory.host_shard(flat.numel, flat.dtype).zero_()
         else:
             values = torch.zeros(flat.numel, dtype=flat.dtype, device=device)
-        buffer = GradBuffer(torch.empty_like(values)) if flat.shards[0].spec.requires_grad else None
+        buffer = GradBuffer(torch.empty_like(values)) if flat.is_trained else None
         for layout in flat.shards:
             spec = layout.spec
             owners = owners_of[spec.name]

@@ -574,6 +574,13 @@ def test_results_of_another_model_name_it() -> None:
     text = page.written("<!-- summary -->\n<!-- end -->", {"one": record})
     assert "| olmoe-1b-7b, 2 layers, bf16, 8×1×1, checkpointing | 2.0 ms" in text
     assert "`compare.py --shape olmoe-1b-7b --layers 2 --world 2 --checkpointing --systems" in text
+    with pytest.raises(ValueError, match="other settings"):
+        page.kept(
+            [measured, {**measured, "settings": {**measured["settings"], "shape": asdict(SHAPES["tiny"])}}],
+            "mine",
+            "abc",
+            page.CURRENT,
+        )
 
 
 def test_results_of_other_settings_make_no_table() -> None:
