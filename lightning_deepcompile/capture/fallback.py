@@ -168,6 +168,3 @@ def _with_class(name: str, place: str) -> str:
         if (block := _BLOCK.match(above)) is not None and len(block[1]) < indented:
             return f"{block[3]}.{name}" if block[2] == "class" else name
     return name
-
-
-compat.never_frames(Fallbacks)

@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_deepcompile.compat.dynamo import never_a_frame
-
 __all__ = [
     "TorchDispatchMode",
     "NO_TORCH_FUNCTION",
@@ -45,7 +43,6 @@ __all__ = [
 ]
 
 
-@never_a_frame
 def alias(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same memory that is no view and has its own count of writes."""
     with torch.no_grad():
@@ -54,7 +51,6 @@ def alias(tensor: Tensor) -> Tensor:
         )
 
 
-@never_a_frame
 def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     """The memory of a tensor; None where it has none of its own, as inside of a function transform."""
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or type(tensor) not in (Tensor, nn.Parameter):
@@ -62,13 +58,11 @@ def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
     return tensor.untyped_storage() if tensor.layout is torch.strided else None
 
 
-@never_a_frame
 def storage_uses(tensor: Tensor) -> int:
     """The number of tensors that share the memory of `tensor`, itself included; temporary Python objects count, too."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
-@never_a_frame
 def is_profiling() -> bool:
     """Returns whether a profiler of PyTorch is on, ``emit_nvtx`` included."""
     return torch.autograd._profiler_enabled()
@@ -88,25 +82,21 @@ def unrecorded() -> Iterator[None]:
         torch.autograd._enable_record_function(True)
 
 
-@never_a_frame
 def keeps_graph() -> bool:
     """Returns whether the backward pass under way keeps its graph for another one (``retain_graph=True``)."""
     return torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-@never_a_frame
 def in_backward() -> bool:
     """Returns whether this thread runs a backward pass of autograd."""
     return torch._C._current_graph_task_id() != -1
 
 
-@never_a_frame
 def hooks_saved_tensors() -> bool:
     """Returns whether hooks for saved tensors are on, either of activation checkpointing or a user's."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-@never_a_frame
 def in_function_transform() -> bool:
     """Returns whether the code runs inside of ``torch.func.grad``, ``vmap`` or the like."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -119,7 +109,6 @@ def outside_transforms() -> contextlib.AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack() if in_function_transform() else contextlib.nullcontext()
 
 
-@never_a_frame
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
     """Returns a context in which operators run without autograd and without the Python derivatives of custom ones.
 
@@ -194,7 +183,6 @@ def is_view(function: Any) -> bool:
     return not _written(function) and bool(returns) and None not in (first and first.alias_info, returns[0].alias_info)
 
 
-@never_a_frame
 def version_of(tensor: Tensor) -> int:
     """The number of writes to the memory of `tensor` that PyTorch has seen."""
     return tensor._version

@@ -6,13 +6,15 @@ Seen to work with torch 2.11.0, 2.13.0 and 2.15.0.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
+import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -32,7 +34,6 @@ __all__ = [
     "is_checkpoint",
     "is_exporting",
     "mark_dynamic",
-    "never_a_frame",
     "never_code",
     "never_frames",
     "reasons_of",
@@ -41,9 +42,6 @@ __all__ = [
     "unguarded",
     "with_own_code",
 ]
-
-T = TypeVar("T")
-FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 
 INNER_CALL = "_compiled_call_impl"
 """A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
@@ -224,31 +222,45 @@ def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def never_a_frame(function: FunctionT) -> FunctionT:
-    """Keeps Dynamo from compiling `function` by itself; it still traces through it, and compiles what it calls.
+def never_frames(package: str) -> None:
+    """Keeps Dynamo from compiling functions of a package by themselves; it still traces through them.
 
-    PyTorch does so with its own ``Module.__call__``: behind a graph break, a function that all modules share would
-    otherwise be compiled for each of them, which soon exceeds the recompile limit.
+    PyTorch does so with its own ``Module.__call__``: behind a graph break, as in a step that calls its optimizer,
+    Dynamo compiles every function that runs, one by one, and what modules share up to the recompile limit.
+
+    Args:
+        package: The package's name. Modules of it that are imported later are not looked at.
     """
-    never_code(cast(types.FunctionType, function).__code__)
-    return function
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == package:
+            for code in _codes(vars(module).values(), name):
+                never_code(code)
+
+
+def _codes(values: Iterable[Any], module: str) -> Iterator[types.CodeType]:
+    """Yields the code of a module's functions, of those in its classes and of functions inside of functions."""
+    for value in values:
+        if isinstance(value, type):
+            if value.__module__ == module:
+                yield from _codes(vars(value).values(), module)
+        elif isinstance(value, property):
+            yield from _codes((value.fget, value.fset, value.fdel), module)
+        elif isinstance(value, functools.cached_property):
+            yield from _codes((value.func,), module)
+        elif isinstance(value, staticmethod | classmethod):
+            yield from _codes((value.__func__,), module)
+        elif isinstance(value, types.FunctionType | functools._lru_cache_wrapper):
+            function = inspect.unwrap(value)
+            if function.__module__ == module:
+                yield from _codes((function.__code__,), module)
+        elif isinstance(value, types.CodeType):
+            yield value
+            yield from _codes(value.co_consts, module)
 
 
 def never_code(code: types.CodeType) -> None:
-    """Applies `never_a_frame` to all functions with this code; name copies of the code themselves."""
+    """Keeps Dynamo from compiling functions with this code by themselves."""
     torch._dynamo.eval_frame.skip_code(code)
-
-
-def never_frames(kind: type[T]) -> type[T]:
-    """Applies `never_a_frame` to all methods of a class.
-
-    Under manual optimization, optimizers step within compiled code, behind a graph break: the methods around their
-    steps handle many tensors and compute nothing.
-    """
-    for value in vars(kind).values():
-        if inspect.isfunction(value):
-            never_a_frame(inspect.unwrap(value))
-    return kind
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

@@ -11,12 +11,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 
-from lightning_deepcompile.compat.dynamo import never_a_frame
-
 __all__ = ["BatchNorm", "hooked_forward"]
 
 
-@never_a_frame
 def hooked_forward(module: nn.Module) -> Callable[..., Any]:
     """A module's `forward` with the hooks around it: a call runs it unless something else was put in its place."""
     return module._call_impl

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_deepcompile import compat
 from lightning_deepcompile.capture.graph_checks import unsupported_step_error
 from lightning_deepcompile.capture.steps import CompiledSteps, code_of
 from lightning_deepcompile.capture.sync_batchnorm import trace_sync_batchnorm
@@ -466,3 +467,6 @@ def _retire(runtime: Any, ranks: Ranks, at_exit: Callable[[], None]) -> None:
     atexit.unregister(at_exit)
     runtime.close(0.0)
     ranks.close()
+
+
+compat.never_frames(__name__.partition(".")[0])  # all that a step may call is imported by now

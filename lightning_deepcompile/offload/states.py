@@ -32,7 +32,6 @@ from lightning_deepcompile.sharding.sharded_tensor import ShardedTensor
 _ALIGNMENT = 512
 
 
-@compat.never_frames
 class StateOffload:
     """Keeps states of one optimizer in host memory.
 
@@ -421,7 +420,6 @@ def _as_shown(value: Any, rows: Tensor, before_use: Callable[[], None] | None = 
     return ShardedTensor.of(compat.with_local(value, rows), before_use) if isinstance(value, DTensor) else rows
 
 
-@compat.never_a_frame
 def _buffer_bytes(buffers: Iterable[Tensor]) -> int:
     """Bytes of a runtime buffer that holds `buffers`."""
     return sum(-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in buffers)

@@ -38,7 +38,6 @@ def exchange(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return everybody
 
 
-@compat.never_a_frame
 def maxima(mine: Sequence[float], group: dist.ProcessGroup | None = None) -> list[float]:
     """Returns the largest of the ranks' numbers, place by place; a collective.
 

@@ -25,7 +25,6 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from lightning_deepcompile import compat
 from lightning_deepcompile.ranks.exchange import exchange, maxima, number_of, on_any
 from lightning_deepcompile.ranks.failures import STORE_GONE, failure_key
 from lightning_deepcompile.ranks.lookout import Lookout
@@ -68,7 +67,6 @@ class _Place:
         self.next: dict[tuple[str, ...], _Place] = {}
 
 
-@compat.never_frames
 class Agreement:
     """Compares the ranks' paths.
 

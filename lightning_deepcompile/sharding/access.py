@@ -77,7 +77,6 @@ def _parameter_property(name: str, size: tuple[int, ...], dtype: torch.dtype, by
     is_traced, parameter = torch.compiler.is_dynamo_compiling, torch.ops.dc.parameter
     is_exporting = compat.is_exporting
 
-    @compat.never_a_frame
     def read(self: nn.Module) -> Tensor | None:
         # Compiled code always gathers: the tracer takes this branch as a constant, without a guard.
         if is_exporting():  # nothing that `torch.export` writes down can gather
@@ -103,7 +102,6 @@ def _call_property() -> property:
     # Users call parts of their model in hooks, to generate a sample, say; all ranks must do so, as with FSDP. PyTorch
     # reads this attribute in every call of a module. A `__call__` of our own would do, but Dynamo goes straight to
     # `forward` only if the call is PyTorch's own.
-    @compat.never_a_frame
     def inner_call(self: nn.Module) -> Callable[..., Any] | None:
         own = self.__dict__.get(compat.INNER_CALL)  # of a module that the user compiled by itself
         if is_traced():
@@ -119,7 +117,6 @@ def _call_property() -> property:
     return property(inner_call, set_own, doc="What a call runs, if not the module's hooks and `forward` as they are.")
 
 
-@compat.never_a_frame
 def _call_gathering(module: nn.Module, own: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
     path = module.__dict__[_STATE].path
     path.check_thread(type(module).__name__)

@@ -169,8 +169,7 @@ class GradientSession:
         self._watched.add(parameter)
         reference = weakref.ref(self)  # the garbage collector does not see autograd's hooks
 
-        # Autograd calls it for every parameter in every pass: a wrapper that Dynamo does not enter would take longer.
-        @compat.never_a_frame
+        # Autograd calls it for every parameter in every pass: `torch.compiler.disable` around it would take longer.
         def adopt_later(_: Tensor) -> None:
             session = reference()
             if session is not None and not session._active and not session._adopts:

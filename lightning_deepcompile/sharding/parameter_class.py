@@ -168,7 +168,6 @@ def parameter_class(path: _WholeParameters) -> type[DTensor]:
     return ParameterInStep
 
 
-@compat.never_a_frame
 def _compute(path: _WholeParameters, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(function, "__name__", "")
     first = args[0] if args else None

@@ -353,8 +353,3 @@ class Uncompiled:
             node = torch.autograd.graph.get_gradient_edge(parameter.dtensor).node
         node.register_prehook(reduce)
         self._accumulators[parameter] = node
-
-
-for _function in (_Whole.forward, _Whole.setup_context, _Whole.backward):
-    compat.never_a_frame(_function)
-compat.never_frames(Uncompiled)

@@ -243,6 +243,3 @@ def _is_there(parameter: ShardedParameter, dtype: torch.dtype) -> bool:
 def _gather(parameter: ShardedParameter, dtype: torch.dtype) -> Tensor:
     whole: Tensor = torch.ops.dc.gather(parameter.leaf, parameter.ds_id, parameter.layout.spec.shape, dtype)
     return whole
-
-
-compat.never_frames(WholeBlocks)

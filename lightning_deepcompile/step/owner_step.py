@@ -36,7 +36,6 @@ _AHEAD = 1
 """Chunks that are collected ahead of the one that is stepped on; each takes its tensors twice, while they are sent."""
 
 
-@compat.never_frames
 class OwnerStep:
     """Divides the steps of one optimizer between owner ranks, and in chunks.
 

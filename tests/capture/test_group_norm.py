@@ -1,6 +1,7 @@
-"""Group norms get gradients that are not contiguous, for which PyTorch's CPU kernel returns wrong ones of weights.
+"""Group norms get gradients that are not contiguous, for which PyTorch's CPU kernel returned wrong ones of weights.
 
-Autograd makes them contiguous before it calls that kernel; graphs have no such calls, as the operator is decomposed.
+Autograd makes them contiguous before it calls that kernel, up to PyTorch 2.13 at least; graphs have no such calls, as
+the operator is decomposed.
 """
 
 from __future__ import annotations
@@ -64,7 +65,6 @@ def test_weights_have_the_gradients_of_one_process(mesh: DeviceMesh, breaks: boo
     with _Called() as called:  # Dynamo compiles nothing within one
         engine.backward(loss.backward)
     assert bool(called.gradients) == uncompiled
-    assert all(gradient.is_contiguous() for gradient in called.gradients)
     ours = dict(engine.module.named_parameters())
     for name, parameter in reference.named_parameters():
         torch.testing.assert_close(full(ours[name].grad), parameter.grad, rtol=1e-5, atol=1e-6, msg=name)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from frames import compiled_frames
 from interpreters import run_python
 from torch import Tensor, fx, nn
 from torch._dynamo.testing import CompileCounter
@@ -141,38 +144,80 @@ def test_tensors_have_aliases_and_storages() -> None:
         assert compat.hooks_saved_tensors()
 
 
-def test_a_function_that_is_never_a_frame_is_traced_through() -> None:
-    """Called in code that is not compiled, what it calls is compiled; called in code that is, it is part of that."""
+def _traced(x: Tensor) -> Tensor:
+    return x.sin()
 
-    def traced(x: Tensor) -> Tensor:
-        return x.sin()
 
-    @compat.never_a_frame
-    def shared(x: Tensor) -> Tensor:
+def _calls(call: Callable[[Any, Any, Tensor], Tensor], module: Any, one: Any, x: Tensor) -> Tensor:
+    return _traced(call(module, one, x))
+
+
+_FRAMELESS = """
+import functools, torch
+
+def traced_by(traced):
+    def shared(x):
         return traced(x) + x.numpy().item()  # no graph holds this
 
+    return shared
+
+def inlined(x):
+    return x.sin()
+
+class Shared:
+    def __init__(self, traced):
+        self.traced = traced
+
+    @torch.no_grad()
+    def method(self, x):
+        return self.traced(x) + x.numpy().item()
+
+    @functools.cache
+    def cached(self, x):
+        return self.method(x)
+
+    @property
+    def value(self):
+        return self.traced(torch.ones(1)) + torch.ones(1).numpy().item()
+
+    @functools.cached_property
+    def kept(self):
+        return self.value
+
+    @staticmethod
+    def static(traced, x):
+        return traced_by(traced)(x)
+"""
+
+
+def test_functions_of_a_package_are_no_frames_and_are_traced_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Outside of compiled code, what they call is compiled; within, they are part of the graph."""
+
+    for name, zero in (("framed", 0), ("frameless", 0.0)):  # for Dynamo, equal functions are one
+        (tmp_path / f"{name}.py").write_text(_FRAMELESS.replace("item()", f"item() + {zero}"))
+    monkeypatch.syspath_prepend(tmp_path)
+    framed, frameless = (importlib.import_module(name) for name in ("framed", "frameless"))
+    compat.never_frames("frameless")
+    calls: list[Callable[[Any, Any, Tensor], Tensor]] = [
+        lambda module, one, x: module.traced_by(_traced)(x),
+        lambda module, one, x: one.method(x),
+        lambda module, one, x: one.cached(x),
+        lambda module, one, x: one.value + x,
+        lambda module, one, x: one.kept + x,
+        lambda module, one, x: module.Shared.static(_traced, x),
+    ]
+    for call in calls:
+        for module in (framed, frameless):
+            torch._dynamo.reset()
+            one, x = module.Shared(_traced), torch.ones(1)
+            torch.compile(functools.partial(_calls, call, module, one), backend="eager")(x)
+            files = {file.stem for file, _ in compiled_frames()}
+            assert ("framed" in files, "frameless" in files) == (module is framed, False), files
+
     counter = CompileCounter()
-    compiled = torch.compile(lambda x: traced(shared(x)), backend=counter)
-    for size in (1, 1):
-        torch.testing.assert_close(compiled(torch.ones(size)), (torch.ones(size).sin() + 1).sin())
-    assert counter.frame_count == 2, "one for each call of `traced`, none for `shared`"
-
-    @compat.never_frames
-    class Shared:
-        @torch.no_grad()
-        def method(self, x: Tensor) -> Tensor:
-            return traced(x) + x.numpy().item()
-
-    counter = CompileCounter()
-    torch.compile(lambda x: traced(Shared().method(x)), backend=counter)(torch.ones(1))
-    assert counter.frame_count == 2
-
-    @compat.never_a_frame
-    def inlined(x: Tensor) -> Tensor:
-        return x.sin()
-
-    counter = CompileCounter()
-    torch.compile(lambda x: inlined(x).cos(), backend=counter, fullgraph=True)(torch.ones(2))
+    torch.compile(lambda x: frameless.inlined(x).cos(), backend=counter, fullgraph=True)(torch.ones(2))
     assert (counter.frame_count, counter.op_count) == (1, 2)
 
 

@@ -13,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import VOCAB, Mlp, Tokens, assert_close, full
+from frames import package_frames
 from multiprocess import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -259,28 +260,34 @@ def _fit(name: str, strategy: Any, world: int, rank: int) -> dict[str, Tensor]:
     return {name.removeprefix("_orig_mod."): full(p) for name, p in module.named_parameters()}
 
 
-def _fit_all() -> dict[str, dict[str, Tensor] | str]:
+def _fit_all() -> tuple[dict[str, dict[str, Tensor] | str], dict[str, list[str]]]:
+    """Parameters after each training, or its error, and the functions of the package that Dynamo compiled for it."""
     results: dict[str, dict[str, Tensor] | str] = {}
+    frames: dict[str, list[str]] = {}
     for name in SCENARIOS:
         try:
             strategy = DeepCompileStrategy(**SCENARIOS[name][2], compile=CompileConfig(region_backend="eager"))
             results[name] = _fit(name, strategy, WORLD, int(os.environ["RANK"]))
         except Exception:
             results[name] = traceback.format_exc()
-    return results
+        frames[name] = package_frames()
+    return results, frames
 
 
 @pytest.fixture(scope="module")
-def sharded() -> list[dict[str, dict[str, Tensor] | str]]:
+def sharded() -> list[tuple[dict[str, dict[str, Tensor] | str], dict[str, list[str]]]]:
     return run_ranks(_fit_all, WORLD, timeout=280)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("strategy")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_equals_a_single_process(name: str, sharded: list[dict[str, dict[str, Tensor] | str]]) -> None:
+def test_equals_a_single_process(
+    name: str, sharded: list[tuple[dict[str, dict[str, Tensor] | str], dict[str, list[str]]]]
+) -> None:
     expected = _fit(name, "auto", 1, 0)
-    for rank, results in enumerate(sharded):
+    for rank, (results, frames) in enumerate(sharded):
+        assert not frames[name], "behind a graph break, Dynamo compiles functions of the package"
         actual = results[name]
         assert not isinstance(actual, str), f"rank {rank}:\n{actual}"
         for key, value in expected.items():
