@@ -309,12 +309,14 @@ class GradientSession:
         Args:
             reset: Parameters whose gradients are about to be overwritten or freed; their ``.grad`` is None.
         """
-        for buffer in {parameter.grad_buffer: None for parameter in reset if parameter.grad_buffer is not None}:
-            if buffer.is_held():
-                for parameter in buffer.parameters:
-                    if parameter.dtensor.grad is not None:
-                        self._set_aside(parameter)
-                buffer.renew(self._runtime)
+        buffers = {parameter.grad_buffer: None for parameter in reset if parameter.grad_buffer is not None}
+        with compat.reading_attributes():
+            held = [buffer for buffer in buffers if buffer.is_held()]
+        for buffer in held:
+            for parameter in buffer.parameters:
+                if parameter.dtensor.grad is not None:
+                    self._set_aside(parameter)
+            buffer.renew(self._runtime)
 
 
 def _nothing() -> None:

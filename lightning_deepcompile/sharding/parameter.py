@@ -162,21 +162,23 @@ class GradBuffer:
         self._own_uses = compat.storage_uses(self.flat)
 
     def is_held(self) -> bool:
-        """Returns whether others refer to the memory, except as the present ``.grad`` of a parameter."""
+        """Returns whether others refer to the memory, except as the present ``.grad`` of a parameter.
+
+        Call it within `compat.reading_attributes`.
+        """
         if self.flat.untyped_storage().nbytes() == 0:
             return False  # freed; earlier holders keep the old memory
         # Views of the memory count as uses of the storage; the tensors that we hand out are counted as objects: the
         # counted references are the attribute and getrefcount's own argument.
         if compat.storage_uses(self.flat) > self._own_uses:
             return True
-        with compat.reading_attributes():
-            return any(
-                sys.getrefcount(p.grad_dtensor) > 2
-                or sys.getrefcount(p.grad_local) > 2
-                or sys.getrefcount(compat.local_of(p.grad_dtensor)) > 2  # type: ignore[arg-type] # a buffer's have one
-                for p in self.parameters
-                if p.dtensor.grad is None
-            )
+        return any(
+            sys.getrefcount(p.grad_dtensor) > 2
+            or sys.getrefcount(p.grad_local) > 2
+            or sys.getrefcount(compat.local_of(p.grad_dtensor)) > 2  # type: ignore[arg-type] # a buffer's have one
+            for p in self.parameters
+            if p.dtensor.grad is None
+        )
 
     def renew(self, runtime: Any) -> None:
         """Leaves the memory to its holders and takes a new buffer, without values."""

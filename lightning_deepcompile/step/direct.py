@@ -120,10 +120,14 @@ class DirectStep:
                 gradients.append(gradient)
                 if names:
                     entries.append(optimizer.state.get(parameter, {}))  # which makes one for whoever asks otherwise
-            states: dict[str, list[Any]] = {name: [_rows(entry.get(name)) for entry in entries] for name in names}
-            # The class creates missing states, and only it can handle others.
-            if any(set(map(type, column)) - {Tensor} for column in states.values()):
-                return None
+            states: dict[str, list[Any]] = {}
+            for name in names:
+                column = [entry.get(name) for entry in entries]
+                if set(map(type, column)) - {Tensor}:
+                    column = [compat.local_of(value) if isinstance(value, DTensor) else value for value in column]
+                    if set(map(type, column)) - {Tensor}:
+                        return None  # the class creates missing states, and only it can handle others
+                states[name] = column
             groups.append(_Group(settings, shards, gradients, states))
         return groups
 
@@ -152,10 +156,6 @@ class DirectStep:
         optimizer = self._optimizer()
         assert optimizer is not None  # it is stepping
         return optimizer
-
-
-def _rows(value: Any) -> Any:
-    return compat.local_of(value) if isinstance(value, DTensor) else value
 
 
 def _reads(groups: list[_Group], found: Found, tensors: list[Tensor]) -> Reads:
