@@ -100,7 +100,7 @@ class GradientSession:
         self._runtime.gradients.start_backward([p.ds_id for p in reset], self.update)
         self._active, self._adopts = True, False
 
-    @torch.compiler.disable  # autograd calls it inside of a step; Dynamo would compile it for every parameter
+    @torch.compiler.disable  # autograd calls it inside of a step: users' hooks, which it calls, are not compiled
     def finish(self) -> None:
         """Ends a backward pass: waits for the reductions (on the device, not the host) and sets every ``.grad``."""
         if not self._active:

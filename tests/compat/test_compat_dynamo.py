@@ -212,9 +212,12 @@ def test_functions_of_a_package_are_no_frames_and_are_traced_through(
         for module in (framed, frameless):
             torch._dynamo.reset()
             one, x = module.Shared(_traced), torch.ones(1)
-            torch.compile(functools.partial(_calls, call, module, one), backend="eager")(x)
-            files = {file.stem for file, _ in compiled_frames()}
+            result = torch.compile(functools.partial(_calls, call, module, one), backend="eager")(x)
+            torch.testing.assert_close(result, _calls(call, module, module.Shared(_traced), x))
+            frames = {(file.stem, name) for file, name in compiled_frames()}
+            files = {file for file, _ in frames}
             assert ("framed" in files, "frameless" in files) == (module is framed, False), files
+            assert module is framed or (Path(__file__).stem, "_traced") in frames, "what they call is compiled"
 
     counter = CompileCounter()
     torch.compile(lambda x: frameless.inlined(x).cos(), backend=counter, fullgraph=True)(torch.ones(2))
