@@ -222,17 +222,17 @@ def held_weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def never_frames(package: str) -> None:
-    """Keeps Dynamo from compiling functions of a package by themselves; it still traces through them.
+def never_frames(*packages: str) -> None:
+    """Keeps Dynamo from compiling functions of packages by themselves; it still traces through them.
 
     PyTorch does so with its own ``Module.__call__``: behind a graph break, as in a step that calls its optimizer,
     Dynamo compiles every function that runs, one by one, and what modules share up to the recompile limit.
 
     Args:
-        package: The package's name. Modules of it that are imported later are not looked at.
+        *packages: Their names. Modules of them that are imported later are not looked at.
     """
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == package:
+        if any(f"{name}.".startswith(f"{package}.") for package in packages):
             for code in _codes(vars(module).values(), name):
                 never_code(code)
 
