@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from torch._dynamo.convert_frame import input_codes
 
 import lightning_deepcompile
 
-__all__ = ["compiled_frames", "package_frames"]
+__all__ = ["compiled_frames", "host_frames"]
 
 
 def compiled_frames() -> list[tuple[Path, str]]:
@@ -17,7 +18,12 @@ def compiled_frames() -> list[tuple[Path, str]]:
     return [(Path(code.co_filename), code.co_name) for code in codes if code is not None]
 
 
-def package_frames() -> list[str]:
-    """Names of functions of lightning_deepcompile, behind their files."""
-    folder = Path(lightning_deepcompile.__file__).parent
-    return [f"{file.relative_to(folder)}:{name}" for file, name in compiled_frames() if file.is_relative_to(folder)]
+def host_frames() -> list[str]:
+    """Names of functions of lightning_deepcompile and of PyTorch's optimizers, behind their files."""
+    folders = [Path(package.__file__).parent for package in (lightning_deepcompile, torch.optim)]
+    return [
+        f"{file.relative_to(folder.parent)}:{name}"
+        for file, name in compiled_frames()
+        for folder in folders
+        if file.is_relative_to(folder)
+    ]

@@ -14,7 +14,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -41,7 +41,11 @@ __all__ = [
     "step_settings",
     "unguarded",
     "with_own_code",
+    "without_dynamo",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 INNER_CALL = "_compiled_call_impl"
 """A module's attribute: what a call of the module runs if it is not None, and what Dynamo does not look at."""
@@ -261,6 +265,30 @@ def _codes(values: Iterable[Any], module: str) -> Iterator[types.CodeType]:
 def never_code(code: types.CodeType) -> None:
     """Keeps Dynamo from compiling functions with this code by themselves."""
     torch._dynamo.eval_frame.skip_code(code)
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[Callable[[Callable[P, R]], Callable[P, R]]]:
+    """Returns a context in which Dynamo compiles no function, as in a call of a function with `torch.compiler.disable`.
+
+    It gives a function that returns a given one so that Dynamo compiles it again, if it did before the context.
+    """
+    before = torch._dynamo.eval_frame.set_eval_frame(None)
+
+    def again(function: Callable[P, R]) -> Callable[P, R]:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            within = torch._dynamo.eval_frame.set_eval_frame(before)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                torch._dynamo.eval_frame.set_eval_frame(within)
+
+        return function if before is None else run
+
+    try:
+        yield again
+    finally:
+        torch._dynamo.eval_frame.set_eval_frame(before)
 
 
 def mark_dynamic(tensor: Tensor, dim: int) -> None:

@@ -306,7 +306,7 @@ class TracedStep:
     @contextlib.contextmanager
     def _tracing(self) -> Iterator[None]:
         appended = self._appends.deferred(self._steps.mentions("training_step").only_appended)
-        with self._mode, self._around(), self._log.deferred(), self._host_calls.outside_graphs(), appended:
+        with self._mode, self._around(), self._log.deferred(), self._host_calls.outside_graphs([]), appended:
             yield
 
     def optimizers(self) -> list[Optimizer]:
@@ -339,7 +339,7 @@ class _Stepped:
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["optimizer"], name)
 
-    @torch.compiler.disable
+    @torch.compiler.disable(recursive=False)
     def step(self, closure: Any = None, **kwargs: Any) -> Any:
         """Calls the closure, if that is what is passed."""
         return closure() if callable(closure) else None

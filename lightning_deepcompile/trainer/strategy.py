@@ -393,7 +393,8 @@ class DeepCompileStrategy(InspectedStrategy):
         deferred = nullcontext() if name == "predict_step" else log.deferred()
         first, ends = not self.engine.steps.has_run(name), name != "training_step"
         shown = self._progress.shown(self.engine.capture, name, first=first, ends=ends)
-        with context(), deferred, host_calls.outside_graphs(), appends, shown:
+        stepping = [*self.optimizers, *(config.scheduler for config in self.lr_scheduler_configs)]
+        with context(), deferred, host_calls.outside_graphs(stepping), appends, shown:
             return self.engine.run_step(name, *args, **kwargs)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

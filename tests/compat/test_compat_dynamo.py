@@ -381,3 +381,39 @@ def test_kernels_find_the_header_that_was_prepared(monkeypatch: pytest.MonkeyPat
     )
     assert len(prepared) == 1
     assert asked[1:] == prepared
+
+
+def test_a_call_of_the_host_may_go_back_to_compiled_code() -> None:
+    """The host's code is not compiled, what it is told to compile is, and code behind the call is."""
+    counter = CompileCounter()
+
+    def unit(x: Tensor) -> Tensor:
+        return x.cos()
+
+    def closure(x: Tensor) -> Tensor:
+        return x.sin() * 2
+
+    @torch.compiler.disable(recursive=False)
+    def host(x: Tensor, fails: bool) -> Tensor:
+        with compat.without_dynamo() as traced:
+            result = unit(traced(closure)(x))
+            if fails:
+                raise KeyError("of the host")
+            return result
+
+    compat.never_code(host.__wrapped__.__code__)  # as `never_frames` does
+
+    def step(x: Tensor, fails: bool) -> Tensor:
+        return host(x + 1, fails) + 3
+
+    compiled, x = torch.compile(step, backend=counter), torch.ones(2)
+    for _ in range(2):
+        assert torch.equal(compiled(x, False), (x + 1).sin().mul(2).cos() + 3)
+        names = [name for _, name in compiled_frames()]
+        assert "closure" in names and not {"unit", "host", "run"} & set(names), names
+        assert counter.frame_count == 3, "before the call, the closure, and behind the call"
+    with pytest.raises(KeyError, match="of the host"):
+        compiled(x, True)
+    with compat.without_dynamo() as traced:  # outside of compiled code there is nothing to go back to
+        assert traced(closure) is closure
+    assert torch.equal(torch.compile(closure, backend=counter)(x), x.sin() * 2)
