@@ -434,6 +434,7 @@ def test_an_exhausted_time_budget_skips_what_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 @pytest.mark.skipif(not BUILT, reason="the extension is not built")
 def test_deepcompile_trains_as_fsdp2_does(tmp_path: Path) -> None:
     product = "deepcompile@region_backend=eager+schedule=null"  # systems that plan have processes per case

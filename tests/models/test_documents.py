@@ -403,13 +403,20 @@ SIMILAR = [
     "padded left",
     "function",
     "mask function",
+    "nested attention",
     "nested",
     "flex, mask outside",
     "llama, padded",
     "llama, padded left",
     "llama, padded, eager",
 ]  # to others
-BY_INDUCTOR = ["mask", *(name for name in CASES if name not in ("mask", *ON_GPUS, *SIMILAR)), "nested", "llama, padded"]
+BY_INDUCTOR = [
+    "mask",
+    *(name for name in CASES if name not in ("mask", *ON_GPUS, *SIMILAR)),
+    "nested attention",
+    "nested",
+    "llama, padded",
+]
 """All kinds; the first is run with every change."""
 
 

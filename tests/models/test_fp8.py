@@ -231,7 +231,7 @@ def both_ways(cases: dict[str, Case]) -> dict[str, tuple[Record, Record]]:
         pytest.param(3, QUICK, id="eager"),
         pytest.param(3, OTHERS, id="eager, others", marks=pytest.mark.extensive),
         pytest.param(4, HYBRID, id="hybrid", marks=pytest.mark.extensive),
-        pytest.param(2, COMPILED, id="compiled"),
+        pytest.param(2, COMPILED, id="compiled", marks=pytest.mark.extensive),  # as on GPUs
         pytest.param(2, COMPILED_OTHERS, id="compiled, others", marks=pytest.mark.extensive),
     ],
 )

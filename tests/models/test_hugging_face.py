@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "Mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2,
               "state_size": 4}, "causal"),
 }  # fmt: skip
-SIMILAR = {"Llama", "Mistral", "Qwen2", "GPT-NeoX", "Falcon", "RoBERTa", "T5", "BART"}  # to others
+SIMILAR = {"Llama", "Mistral", "Qwen2", "Gemma", "GPT-NeoX", "Falcon", "RoBERTa", "T5", "BART"}  # to others
 
 
 # Graphs that Dynamo makes of a step, where it is not one: a line logged once, a setting that the first step infers.

@@ -81,7 +81,7 @@ PARTS = 15
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.extensive) for part in range(1, PARTS))])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.extensive), 3])
 def test_they_train_as_without_sharding(world_size: int, part: int) -> None:
     models = specs(300)[part::PARTS]
     if "TEST_ALL" not in os.environ:

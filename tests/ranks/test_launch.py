@@ -123,6 +123,7 @@ def test_a_killed_rank_ends_the_other(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.extensive
 @pytest.mark.timeout(240)
 def test_two_nodes_train(tmp_path: Path) -> None:
     """Two groups of two processes that meet over a port, as two hosts would."""

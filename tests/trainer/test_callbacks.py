@@ -94,6 +94,9 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[], list[pl.Callback]], dict[
 }  # fmt: skip
 
 
+SIMILAR = ["advanced profiler", "backbone finetuning", "finetuning"]  # to others
+
+
 class Thaw(plc.BaseFinetuning):
     """Lightning's way to freeze layers and free them later."""
 
@@ -147,9 +150,9 @@ def _eager() -> DeepCompileStrategy:
     return DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
 
 
-def _fit_all() -> dict[str, Any]:
+def _fit_all(names: list[str]) -> dict[str, Any]:
     results: dict[str, Any] = {}
-    for name in CASES:
+    for name in names:
         try:
             results[name] = _fit(name, _eager, int(os.environ["RANK"]), WORLD)
         except Exception:
@@ -159,12 +162,14 @@ def _fit_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sharded() -> list[dict[str, Any]]:
-    return run_ranks(_fit_all, WORLD, timeout=280)
+    return run_ranks(_fit_all, WORLD, [n for n in CASES if "TEST_ALL" in os.environ or n not in SIMILAR], timeout=280)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("callbacks")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.extensive] if name in SIMILAR else []) for name in CASES]
+)
 def test_works_as_alone(name: str, sharded: list[dict[str, Any]]) -> None:
     state, metrics, steps = _fit(name, lambda: "auto", 0, 1)
     for rank, results in enumerate(sharded):

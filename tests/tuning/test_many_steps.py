@@ -9,6 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from custom_pass import early_ends
@@ -87,6 +88,7 @@ def _play_all() -> dict[str, tuple[list[int], list[tuple[int, str]], list[int]]]
     return {name: _play(sizes) for name, sizes in KINDS.items()}
 
 
+@pytest.mark.extensive
 def test_ten_thousand_steps_take_few_rounds_and_few_words() -> None:
     first, other = run_ranks(_play_all, 2, timeout=300)
     for name, (rounds, said, measured) in first.items():

@@ -76,6 +76,7 @@ def _trains(folder: Path, backend: str) -> None:
     assert again == pieces and strategy.report() == [] and strategy.summary().chunked_mlps == 3
 
 
+@pytest.mark.extensive
 def test_layers_are_whole_until_no_plan_fits(tmp_path: Path) -> None:
     run_ranks(_trains, 2, tmp_path, "eager", timeout=290)
 

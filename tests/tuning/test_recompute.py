@@ -243,6 +243,7 @@ def _saves_little(folder: Path) -> None:
     assert trainer.strategy.engine.capture.tracing.sparing
 
 
+@pytest.mark.extensive
 def test_what_is_cheap_is_computed_again_where_nothing_else_fits(tmp_path: Path) -> None:
     run_ranks(_saves_little, 2, tmp_path, timeout=290)
 
