@@ -9,7 +9,7 @@ import contextlib
 import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "clamp",
+    "counted_step",
     "functional_step",
     "has_functional_step",
     "names_of_states",
@@ -30,6 +31,8 @@ __all__ = [
     "unhooked_step",
     "unscale",
 ]
+
+StepT = TypeVar("StepT", bound=Callable[..., Any])
 
 # Optimizers with known steps, and the modules that define the steps.
 _KNOWN: dict[type[Optimizer], str] = {Adam: "torch.optim.adam", AdamW: "torch.optim.adam", SGD: "torch.optim.sgd"}
@@ -52,6 +55,12 @@ def run_first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Rem
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
+
+
+def counted_step(step: StepT) -> StepT:
+    """Marks a function that takes the place of ``optimizer.step``: schedulers neither replace it nor warn about it."""
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
 
 
 @contextlib.contextmanager

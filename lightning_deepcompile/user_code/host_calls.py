@@ -137,17 +137,18 @@ class _StepOutside:
                     kwargs["closure"] = traced(kwargs["closure"])
                 return replaced[-1](*args, **kwargs)
 
-        self._step = step
+        self._step = compat.counted_step(step)
 
     @contextlib.contextmanager
     def of(self, stepping: Any) -> Iterator[None]:
         """Returns a context in which this is the step of `stepping`."""
         own = vars(stepping)
         before = own.get("step")  # schedulers put theirs on optimizers
+        if before is self._step:  # a step within a step
+            yield
+            return
         self._replaced.append(stepping.step)
-        marks = {key: value for key, value in stepping.step.__dict__.items() if key != "__wrapped__"}
         own["step"] = self._step
-        vars(self._step).update(marks)  # schedulers look for theirs
         try:
             yield
         finally:
