@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -393,7 +394,7 @@ class DeepCompileStrategy(InspectedStrategy):
         deferred = nullcontext() if name == "predict_step" else log.deferred()
         first, ends = not self.engine.steps.has_run(name), name != "training_step"
         shown = self._progress.shown(self.engine.capture, name, first=first, ends=ends)
-        stepping = [*self.optimizers, *(config.scheduler for config in self.lr_scheduler_configs)]
+        stepping = itertools.chain(self.optimizers, (config.scheduler for config in self.lr_scheduler_configs))
         with context(), deferred, host_calls.outside_graphs(stepping), appends, shown:
             return self.engine.run_step(name, *args, **kwargs)
 
