@@ -495,6 +495,25 @@ def test_a_step_without_hooks_steps_and_calls_none(kind: type[torch.optim.Optimi
     assert calls[-2:] == ["first", "second"] and "before" in calls
 
 
+@pytest.mark.filterwarnings("error")
+def test_schedulers_neither_replace_a_counted_step_nor_warn_about_it() -> None:
+    optimizer = torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.5)
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+    theirs, steps = optimizer.step, []
+    assert hasattr(theirs, "_wrapped_by_lr_sched"), "schedulers mark steps in another way by now"
+
+    def step() -> None:
+        steps.append(theirs())
+
+    optimizer.step = compat.counted_step(step)  # type: ignore[method-assign]
+    schedulers.append(torch.optim.lr_scheduler.StepLR(optimizer, 1))
+    assert optimizer.step is step
+    optimizer.step()
+    for scheduler in schedulers:
+        scheduler.step()
+    assert len(steps) == 1
+
+
 FUNCTIONAL: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.AdamW, {"fused": True}),
     (torch.optim.AdamW, {"fused": True, "amsgrad": True, "maximize": True}),
