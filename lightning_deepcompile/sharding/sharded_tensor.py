@@ -1,9 +1,10 @@
 """Sharded tensors for users: operations compute with the whole tensor, and indices are global.
 
 A DTensor leaves some of that to its user. Sums and norms stay a rank's part until somebody asks for all of it, and
-``.item()`` does not; a slice of rows is a copy, so that writes to it are lost. Gradients, parameters and optimizers'
-states have a class that asks, and that keeps what is written. States may be in host memory, where ranks cannot
-communicate: operations on them run on the device.
+``.item()`` does not; a slice of rows is a copy, so that writes to it are lost. Without GPUs it draws the same random
+numbers for each rank's rows. Gradients, parameters and optimizers' states have a class that asks, that keeps what is
+written, and that draws as one process does: each rank draws for the whole tensor and keeps its rows. States may be in
+host memory, where ranks cannot communicate: operations on them run on the device.
 """
 
 from __future__ import annotations
@@ -64,9 +65,14 @@ class ShardedTensor(DTensor):
         kwargs = kwargs or {}
         name, written = compat.name_of_operator(function), compat.written_by(function, args, kwargs)
         on_host = _prepare(args, kwargs) and not written and name not in _SAME
+        draws = torch.Tag.nondeterministic_seeded in function.tags
         try:
             if written and (name in _BY_INDEX or any(_origin(one) is not None for one in written)):
                 return _write_whole(function, args, kwargs, written)
+            if draws and all(isinstance(one, ShardedTensor) for one in written):
+                if written:
+                    return _write_whole(function, args, kwargs, written)
+                return _wrapped(_draw_whole(function, args, kwargs), function, args, kwargs, on_host)
             if name == "_local_scalar_dense":
                 return function(_full(args[0]))
             if name == "fill_":  # DTensor knows only one overload of it
@@ -232,6 +238,20 @@ def _is_sharded(placement: Any) -> bool:
     return not placement.is_replicate()
 
 
+def _draw_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Computes random numbers of whole tensors; results of the first one's shape are divided as it is."""
+    first = next(one for one in (*args, *kwargs.values()) if isinstance(one, ShardedTensor))
+    call, named = fx.node.map_aggregate((args, kwargs), _full)
+
+    def divide(whole: Any) -> Any:
+        if not isinstance(whole, Tensor):
+            return whole
+        device = first.device_mesh.device_type
+        return _divided(whole.to(device), first, first.placements if whole.shape == first.shape else None)
+
+    return fx.node.map_aggregate(function(*call, **named), divide)
+
+
 def _write_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
     """Writes to the whole tensor, of which this rank keeps its rows."""
     if len(written) > 1:
@@ -255,10 +275,14 @@ def _write_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], w
     return tensor
 
 
+def _divided(whole: Tensor, like: DTensor, placements: Any = None) -> DTensor:
+    """Makes a DTensor on the ranks of `like` of a tensor that every rank has; None: every rank keeps all of it."""
+    everywhere = DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    return everywhere if placements is None else everywhere.redistribute(placements=placements)
+
+
 def _keep(tensor: Any, whole: Tensor) -> None:
-    everywhere = [Replicate()] * tensor.device_mesh.ndim
-    whole = DTensor.from_local(whole, tensor.device_mesh, everywhere, run_check=False)
-    compat.local_of(tensor).copy_(whole.redistribute(placements=tensor.placements).to_local())
+    compat.local_of(tensor).copy_(_divided(whole, tensor, tensor.placements).to_local())
     _count_write(tensor)
     if not tensor.is_inference():
         torch.autograd.graph.increment_version(tensor)

@@ -22,6 +22,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_deepcompile import compat
 from lightning_deepcompile.offload.chunks import Parts
 from lightning_deepcompile.offload.states import StateOffload
+from lightning_deepcompile.ranks.random_numbers import own_random_numbers
 from lightning_deepcompile.sharding.checks import check_no_hooks
 from lightning_deepcompile.sharding.composite import parts_of
 from lightning_deepcompile.sharding.gradients import GradientSession
@@ -182,6 +183,7 @@ class LocalShards:
         self._inner = 0  # calls of ``super().step(closure)`` under way
         self._swapped: dict[Tensor, Tensor] = {}
         self._given: dict[Tensor, Tensor | None] = {}  # gradients, by the module's parameters
+        self._own_numbers = contextlib.ExitStack()
         self._has_one_element = any(parameter.layout.spec.shape == (1,) for parameter in model.parameters)
         self._states = ShownStates(model.ranks, None if self.offload is None else self.offload.synchronize)
         self._dtensors: dict[Tensor, Tensor] = {}
@@ -245,6 +247,11 @@ class LocalShards:
                     self._states.show_all(sharded, state[replacement])
                 elif sharded is not None:
                     self._states.hide(sharded, state[replacement])
+        ranks = self._model.ranks
+        # On DTensors ranks step together, and must decide alike by the numbers that they draw.
+        if states and ranks.shards > 1 and Way.DTENSORS not in ways and self.ways.draws:
+            device = self._model.parameters[0].leaf.device
+            self._own_numbers.enter_context(own_random_numbers(ranks.shard_rank, device))
 
     def _swap(self, parameter: Tensor, replacement: Tensor, gradient: Tensor | None) -> None:
         replacement.grad = gradient
@@ -294,6 +301,7 @@ class LocalShards:
 
     def restore(self) -> None:
         """Restores the parameters; does nothing if they are in place, so it also cleans up after an error."""
+        self._own_numbers.close()
         if self._parts is not None:
             self._parts.restore()
         if self._direct is not None:
