@@ -99,7 +99,8 @@ class AssignableDTensor(DTensor):
     def like(cls, tensor: Tensor) -> AssignableDTensor:
         """Returns such a DTensor with the same local tensor, a leaf that requires a gradient."""
         assert isinstance(tensor, DTensor)
-        return cls(tensor._local_tensor, tensor._spec, requires_grad=tensor.is_floating_point())
+        differentiable = tensor.is_floating_point() or tensor.is_complex()
+        return cls(tensor._local_tensor, tensor._spec, requires_grad=differentiable)
 
     @staticmethod
     def __tensor_unflatten__(*parts: Any) -> AssignableDTensor:

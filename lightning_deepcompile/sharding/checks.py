@@ -23,8 +23,8 @@ def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_si
         world_size: Ranks that train it.
 
     Raises:
-        ValueError: For a model with complex or uninitialised parameters, or such that have hooks, will have sparse
-            gradients, or are renormalised by each rank as its own batch wants it.
+        ValueError: For a model with uninitialised parameters, or such that have hooks, will have sparse gradients, or
+            are renormalised by each rank as its own batch wants it.
         TypeError: For a model that FSDP, `fully_shard` or tensor parallelism already distributes.
     """
     for path, child in module.named_modules():
@@ -63,11 +63,6 @@ def check_module(module: nn.Module, ours: Set[Tensor] = frozenset(), *, world_si
                 f"The parameter {name!r} is already a DTensor. DeepCompileStrategy needs an undistributed model."
             )
         check_no_hooks(parameter, name)
-        if parameter.is_complex():
-            raise ValueError(
-                f"The parameter {name!r} is complex ({parameter.dtype}), which no collective supports. Store its real "
-                "and imaginary parts (`torch.view_as_real`)."
-            )
     _check_no_hidden_references(module, set(parameters))
 
 

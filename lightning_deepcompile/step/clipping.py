@@ -119,7 +119,7 @@ def _work(found: Found, limit: float = 0.0) -> _Work:
         if gradient is not None and gradient.numel():
             (replicated if one is None else sharded).append(gradient)
     # By the dtypes of parameters: a rank may lack gradients, and ranks must agree.
-    wide = any(parameter.dtype is torch.float64 for parameter in found.parameters)
+    wide = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in found.parameters)
     return _Work(sharded, replicated, torch.float64 if wide else torch.float32, limit)
 
 
@@ -131,5 +131,6 @@ def _reads(found: Found, work: _Work) -> Reads:
 def _square_sum(tensors: list[Tensor], device: torch.device, dtype: torch.dtype) -> Tensor:
     if not tensors:
         return torch.zeros((), dtype=dtype, device=device)
+    tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     # In that dtype from the start: a norm in fp16 is infinite from 65520 on.
     return torch.stack(compat.norms(tensors, dtype)).square().sum()

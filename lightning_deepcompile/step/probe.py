@@ -211,9 +211,10 @@ def run(
     def part(specimen: Specimen, whole: Tensor) -> Tensor:
         own = whole if cuts is None else cuts[specimen](whole)
         own = own.to(specimen.parameter.dtype).to(device, copy=True)
+        own = own * (1 + 0.5j) if own.is_complex() else own
         return own if distribute is None else distribute(specimen, own)
 
-    tensors = {s.parameter: part(s, _initial(s)).requires_grad_(s.parameter.is_floating_point()) for s in specimens}
+    tensors = {s.parameter: part(s, _initial(s)).requires_grad_(_has_gradients(s.parameter)) for s in specimens}
     start = {s: tensors[s.parameter].detach().clone() for s in specimens}
     values: dict[Specimen, list[Tensor]] = {s: [] for s in specimens}
     given = torch.tensor(loss, device=device)
@@ -298,12 +299,12 @@ def agree(
         last: Whether the last step counts, whose gradients are no numbers.
         tolerance: Largest difference, as part of the largest change of an element in the step.
     """
-    before = run.start[specimen].double()
+    before = _parts(run.start[specimen])
     steps = run.values[specimen]
     for index, (value, parts) in enumerate(zip(steps, others, strict=False)):
         if index == len(steps) - 1 and not last and run.finished:
             break
-        one, other = value.double(), (torch.cat(list(parts)) if value.dim() else parts[0]).double()
+        one, other = _parts(value), _parts(torch.cat(list(parts)) if value.dim() else parts[0])
         finite = one.isfinite()
         if one.shape != other.shape or not torch.equal(finite, other.isfinite()):
             return False
@@ -334,7 +335,7 @@ def _first_run(optimizer: Optimizer, specimens: Sequence[Specimen]) -> tuple[Tri
 
 def _judge_whole(findings: Sequence[Findings], whole: TrialRun) -> None:
     for specimen, values in whole.values.items():
-        steps = [value.double() for value in (whole.start[specimen], *(values[:-1] if whole.finished else values))]
+        steps = [_parts(value) for value in (whole.start[specimen], *(values[:-1] if whole.finished else values))]
         if not all(value.isfinite().all() for value in steps):
             findings[specimen.group].refuse("it diverges on small tensors", by_tensor=True)
             continue
@@ -473,7 +474,7 @@ def _operations(optimizer: Optimizer, shapes: Mapping[Tensor, tuple[int, ...]]) 
     """Returns the operations of steps on tensors of such shapes, which have no memory."""
     tensors = {p: torch.empty(shape, dtype=p.dtype, device="meta") for p, shape in shapes.items()}
     for tensor in tensors.values():
-        tensor.requires_grad_(tensor.is_floating_point())
+        tensor.requires_grad_(_has_gradients(tensor))
 
     def set_gradients() -> None:
         for tensor in tensors.values():
@@ -584,6 +585,15 @@ def _targets(own: Copy) -> list[int]:
         if target > (targets[-1] if targets else _NATURAL) + 2:
             targets.append(target)
     return targets
+
+
+def _has_gradients(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _parts(tensor: Tensor) -> Tensor:
+    """Returns a tensor's numbers as doubles; a complex number is two."""
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).double()
 
 
 def _half(rank: int) -> Cut:
