@@ -69,10 +69,8 @@ class ShardedTensor(DTensor):
         try:
             if written and (name in _BY_INDEX or any(_origin(one) is not None for one in written)):
                 return _write_whole(function, args, kwargs, written)
-            if draws and all(isinstance(one, ShardedTensor) for one in written):
-                if written:
-                    return _write_whole(function, args, kwargs, written)
-                return _wrapped(_draw_whole(function, args, kwargs), function, args, kwargs, on_host)
+            if draws:
+                return _on_whole(function, args, kwargs, written, on_host)
             if name == "_local_scalar_dense":
                 return function(_full(args[0]))
             if name == "fill_":  # DTensor knows only one overload of it
@@ -87,6 +85,8 @@ class ShardedTensor(DTensor):
         except (RuntimeError, NotImplementedError) as error:
             if _HINT in str(error) or not _REFUSED.search(str(error)):
                 raise
+            if _all_sharded(args, kwargs):  # as flattening rows that ranks have unequal numbers of
+                return _on_whole(function, args, kwargs, written, on_host)
             raise type(error)(f"{error} {_HINT}") from error
         if written:
             for one in written:
@@ -238,18 +238,42 @@ def _is_sharded(placement: Any) -> bool:
     return not placement.is_replicate()
 
 
-def _draw_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Computes random numbers of whole tensors; results of the first one's shape are divided as it is."""
-    first = next(one for one in (*args, *kwargs.values()) if isinstance(one, ShardedTensor))
-    call, named = fx.node.map_aggregate((args, kwargs), _full)
+def _all_sharded(*arguments: Any) -> bool:
+    """Returns whether all tensors among `arguments` are ours: others may differ between ranks."""
+    plain: list[Tensor] = []
 
-    def divide(whole: Any) -> Any:
-        if not isinstance(whole, Tensor):
-            return whole
+    def look(one: Any) -> Any:
+        if isinstance(one, Tensor) and not isinstance(one, ShardedTensor):
+            plain.append(one)
+        return one
+
+    fx.node.map_aggregate(arguments, look)
+    return not plain
+
+
+def _on_whole(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor], on_host: bool
+) -> Any:
+    """Calls an operator on whole tensors; results of the shape of the first one are divided as it is."""
+    if written:
+        return _write_whole(function, args, kwargs, written)
+    sharded: list[ShardedTensor] = []
+
+    def whole(one: Any) -> Any:
+        if isinstance(one, ShardedTensor):
+            sharded.append(one)
+        return _full(one)
+
+    call, named = fx.node.map_aggregate((args, kwargs), whole)
+    first = sharded[0]
+
+    def divide(result: Any) -> Any:
+        if not isinstance(result, Tensor):
+            return result
         device = first.device_mesh.device_type
-        return _divided(whole.to(device), first, first.placements if whole.shape == first.shape else None)
+        return _divided(result.to(device), first, first.placements if result.shape == first.shape else None)
 
-    return fx.node.map_aggregate(function(*call, **named), divide)
+    return _wrapped(fx.node.map_aggregate(function(*call, **named), divide), function, args, kwargs, on_host)
 
 
 def _write_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]) -> Any:
@@ -257,6 +281,9 @@ def _write_whole(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], w
     if len(written) > 1:
         raise NotImplementedError(f"{function} writes to several sharded tensors by index.")
     (tensor,) = written
+    if not isinstance(tensor, DTensor):
+        call, named = fx.node.map_aggregate((args, kwargs), _full)
+        return function(*call, **named)
     root, steps = tensor, []
     while (origin := _origin(root)) is not None:
         root, *step = origin
