@@ -14,12 +14,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torchmetrics
-from cases import VOCAB, Mlp, Tokens, full
+from cases import VOCAB, Tokens, full
 from lightning.pytorch import callbacks as plc
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 from lightning.pytorch.utilities.model_summary import summarize
 from multiprocess import run_ranks
+from test_handover import Small, trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -30,12 +31,16 @@ from lightning_deepcompile.tuning.tuner import Tuner
 WORLD, ROWS = 2, 2
 
 
-class Metered(Mlp):
-    """Metrics in the step, logs of every kind, `global_step` and `current_epoch` in the arithmetic."""
+class Metered(Small):
+    """Metrics in the step, logs of every kind, `global_step` and `current_epoch` in the arithmetic, forward hooks."""
+
+    count = 2
 
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = torchmetrics.classification.MulticlassAccuracy(VOCAB, average="micro")
+        self.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
+        self.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         logits = self.logits(batch[:, :-1])
@@ -46,8 +51,10 @@ class Metered(Mlp):
         return loss * (1 + 0.01 * self.global_step + self.current_epoch)
 
 
-class Layers(Mlp):
+class Layers(Small):
     """Without its empty parameter: the callback below compares parameters, sharded ones with replicated ones, too."""
+
+    count = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,35 +69,21 @@ class Backboned(Layers):
         self.backbone = self.layers
 
 
-class Hooked(Mlp):
-    """Forward hooks of modules see whole activations, once per step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[float] = []
-        self.layers[0].register_forward_hook(lambda module, args, output: output * 1.5)
-        self.head.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
-
-
-def throughput() -> list[pl.Callback]:
-    return [plc.ThroughputMonitor(batch_size_fn=len, window_size=2)]
+def monitors() -> list[pl.Callback]:
+    throughput = plc.ThroughputMonitor(batch_size_fn=len, window_size=2)
+    return [plc.EarlyStopping("epoch mean", patience=0, mode="max"), plc.LearningRateMonitor(), plc.Timer(), throughput]
 
 
 # Per case: model, callbacks, Trainer's arguments.
 CASES: dict[str, tuple[Callable[[], Any], Callable[[], list[pl.Callback]], dict[str, Any]]] = {
-    "metrics and logs": (Metered, list, {"max_epochs": 2}),
-    "forward hooks": (Hooked, list, {}),
-    "accumulation scheduler": (Mlp, lambda: [plc.GradientAccumulationScheduler({0: 2, 1: 1})], {"max_epochs": 2}),
-    "early stopping": (Mlp, lambda: [plc.EarlyStopping("loss", patience=0, mode="max")], {"max_epochs": 4}),
-    "monitors": (Mlp, lambda: [plc.LearningRateMonitor(), plc.Timer(), *throughput()],
-                 {"log_every_n_steps": 2}),
-    "simple profiler": (Mlp, list, {"profiler": SimpleProfiler}),
-    "advanced profiler": (Mlp, list, {"profiler": AdvancedProfiler}),
-    "finetuning": (Layers, lambda: [Thaw()], {"max_epochs": 2}),
-    "backbone finetuning": (Backboned, lambda: [plc.BackboneFinetuning(1, lambda epoch: 1.5)], {"max_epochs": 3}),
+    "metrics, logs, hooks, monitors, early stopping, simple profiler": (
+        Metered, monitors, {"max_epochs": 4, "log_every_n_steps": 2, "profiler": SimpleProfiler}),
     "finetuning, resumed": (Backboned, lambda: [plc.BackboneFinetuning(1, lambda epoch: 1.5)],
                             {"max_epochs": 3, "interrupted": 2}),
-    "learning rate finder": (Mlp, lambda: [plc.LearningRateFinder(num_training_steps=4, update_attr=False)], {}),
+    "learning rate finder": (Small, lambda: [plc.LearningRateFinder(num_training_steps=4, update_attr=False)], {}),
+    "advanced profiler": (Small, list, {"profiler": AdvancedProfiler}),
+    "finetuning": (Layers, lambda: [Thaw()], {"max_epochs": 2}),
+    "backbone finetuning": (Backboned, lambda: [plc.BackboneFinetuning(1, lambda epoch: 1.5)], {"max_epochs": 3}),
 }  # fmt: skip
 
 
@@ -108,18 +101,13 @@ class Thaw(plc.BaseFinetuning):
             self.unfreeze_and_add_param_group(module.layers[1:], optimizer, lr=0.05)
 
 
-def _trainer(strategy: Any, world: int, folder: str, callbacks: list[pl.Callback], options: dict[str, Any]) -> Any:
+def _trainer(strategy: Any, folder: str, callbacks: list[pl.Callback], options: dict[str, Any]) -> Any:
     options = dict(options)
     if profiler := options.pop("profiler", None):
         options["profiler"] = profiler(dirpath=folder, filename="profile")
     if any(isinstance(c, plc.LearningRateMonitor) for c in callbacks):
         options["logger"] = CSVLogger(folder)
-    defaults = {"max_epochs": 1, "logger": False}
-    return pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=world, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False, use_distributed_sampler=False, callbacks=callbacks, default_root_dir=folder,
-        **(defaults | options),
-    )  # fmt: skip
+    return trainer_of(strategy, *callbacks, default_root_dir=folder, **options)
 
 
 def _fit(
@@ -135,12 +123,12 @@ def _fit(
         warnings.simplefilter("ignore")
         path = None
         if interrupted:
-            trainer = _trainer(strategy(), world, folder, callbacks(), options | {"max_epochs": interrupted})
+            trainer = _trainer(strategy(), folder, callbacks(), options | {"max_epochs": interrupted})
             trainer.fit(module, data)
             path = trainer.strategy.broadcast(os.path.join(folder, "interrupted.ckpt"))
             trainer.save_checkpoint(path)
             module = build()
-        trainer = _trainer(strategy(), world, folder, callbacks(), options)
+        trainer = _trainer(strategy(), folder, callbacks(), options)
         trainer.fit(module, data, ckpt_path=path)
     metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
     return {key: full(value) for key, value in module.state_dict().items()}, metrics, trainer.global_step
@@ -151,7 +139,7 @@ def _eager() -> DeepCompileStrategy:
 
 
 def _fit_all(names: list[str]) -> dict[str, Any]:
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {"refused": _refused(), "summary": _summary_and_profiler()}
     for name in names:
         try:
             results[name] = _fit(name, _eager, int(os.environ["RANK"]), WORLD)
@@ -194,16 +182,16 @@ def _refused() -> dict[str, str]:
         strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
         try:
             with tempfile.TemporaryDirectory() as folder:
-                trainer = _trainer(strategy, WORLD, folder, callbacks, {})
-                trainer.fit(Mlp(), DataLoader(Tokens(2, ROWS * WORLD, 0, WORLD), batch_size=ROWS))
+                trainer = _trainer(strategy, folder, callbacks, {})
+                trainer.fit(Small(), DataLoader(Tokens(2, ROWS * WORLD, 0, WORLD), batch_size=ROWS))
         except Exception as error:
             errors[name] = f"{type(error).__name__}: {error}"
     return errors
 
 
 @pytest.mark.xdist_group("callbacks")
-def test_refused_callbacks() -> None:
-    for errors in run_ranks(_refused, WORLD):
+def test_refused_callbacks(sharded: list[dict[str, Any]]) -> None:
+    for errors in [results["refused"] for results in sharded]:
         assert "The callback StochasticWeightAveraging averages whole parameters" in errors["SWA"]
         assert "Use WeightAveraging or EMAWeightAveraging" in errors["SWA"]
         assert "istributed" in errors["batch size"]
@@ -211,19 +199,21 @@ def test_refused_callbacks() -> None:
 
 
 def _summary_and_profiler() -> tuple[int, list[str]]:
-    module = Mlp()
+    module = Small()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-        trainer = _trainer(strategy, WORLD, folder, [], {"profiler": PyTorchProfiler, "max_steps": 2})
+        trainer = _trainer(strategy, folder, [], {"profiler": PyTorchProfiler, "max_steps": 2})
         trainer.fit(module, DataLoader(Tokens(2, ROWS * WORLD, 0, WORLD), batch_size=ROWS))
     return summarize(module).total_parameters, [str(w.message) for w in caught]
 
 
 @pytest.mark.xdist_group("callbacks")
-def test_the_summary_counts_whole_parameters_and_the_module_profiler_is_warned_of() -> None:
-    expected = summarize(Mlp()).total_parameters
-    for rank, (total, messages) in enumerate(run_ranks(_summary_and_profiler, WORLD)):
+def test_the_summary_counts_whole_parameters_and_the_module_profiler_is_warned_of(
+    sharded: list[dict[str, Any]],
+) -> None:
+    expected = summarize(Small()).total_parameters
+    for rank, (total, messages) in enumerate(results["summary"] for results in sharded):
         assert total == expected
         assert not [text for text in messages if "Dynamo does not know how to trace" in text]  # this package's own code
         if rank == 0:
@@ -242,11 +232,10 @@ def test_the_progress_bar_says_what_is_compiled(bar: Any, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(CompileProgress, "_show", record)
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices="auto", max_epochs=1, logger=False,
-                         callbacks=[bar()], enable_checkpointing=False, enable_model_summary=False)  # fmt: skip
+    trainer = trainer_of(strategy, bar(), enable_progress_bar=True)
     data = DataLoader(Tokens(2, ROWS, 0, 1), batch_size=ROWS)
     try:
-        trainer.fit(Mlp(), data, data)
+        trainer.fit(Small(), data, data)
     finally:
         torch.distributed.destroy_process_group()
     kind = "_TqdmBar" if bar is plc.TQDMProgressBar else "_RichBar"
@@ -269,11 +258,10 @@ def test_a_step_that_is_traced_again_says_so(monkeypatch: pytest.MonkeyPatch, ca
 
     monkeypatch.setattr(Tuner, "begin_micro_batch", begin_and_retrace)
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-    trainer = pl.Trainer(strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False,
-                         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)  # fmt: skip
+    trainer = trainer_of(strategy, max_steps=2)
     with caplog.at_level(logging.INFO, "lightning_deepcompile"):
         try:
-            trainer.fit(Mlp(), DataLoader(Tokens(2, ROWS, 0, 1), batch_size=ROWS))
+            trainer.fit(Small(), DataLoader(Tokens(2, ROWS, 0, 1), batch_size=ROWS))
         finally:
             torch.distributed.destroy_process_group()
     first, again = [text for text in caplog.messages if "compiled" in text.lower() and "training_step" in text]

@@ -11,14 +11,13 @@ import re
 import runpy
 import sys
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from interpreters import declare_entry_points, run_python
 from lightning.pytorch.demos.boring_classes import BoringModel
 from multiprocess import run_ranks
 
@@ -36,19 +35,10 @@ trainer:
   limit_val_batches: 1
   enable_progress_bar: false
   enable_model_summary: false
-model: {layers: 3, width: 32, heads: 2}
+model: {layers: 2, width: 32, heads: 2}
 data: {length: 17, batch_size: 2}
 """
 EAGER = "--trainer.strategy.compile.region_backend=eager"
-
-
-def run_cli(folder: Path, *arguments: str) -> str:
-    """Runs ``main.py fit`` in this checkout."""
-    metadata = folder / "metadata"
-    if not metadata.exists():
-        metadata.mkdir()
-        declare_entry_points(metadata)
-    return run_python(str(CLI / "main.py"), "fit", *arguments, paths=(metadata,))
 
 
 class Messages(logging.Handler):
@@ -62,13 +52,20 @@ class Messages(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-def _fit(*arguments: str) -> list[str]:
-    """Runs ``main.py fit`` on a rank, as torchrun would start it; returns what Lightning logs."""
-    messages = Messages()
-    logging.getLogger("lightning.pytorch").addHandler(messages)
+def run_main(*arguments: str) -> None:
+    """Runs ``main.py fit`` in this process."""
     sys.argv = [str(CLI / "main.py"), "fit", *arguments]
     runpy.run_path(sys.argv[0], run_name="__main__")
-    return messages.texts
+
+
+def _pretrain_and_resume(last: Path, pretrain: list[str]) -> tuple[int, list[str]]:
+    """Pretrains on a rank, as torchrun would start it, and resumes; returns the first steps, and what is logged."""
+    run_main(*pretrain, "--trainer.max_steps=2")
+    steps = read(last)["global_step"]
+    messages = Messages()
+    logging.getLogger("lightning.pytorch").addHandler(messages)
+    run_main(*pretrain, f"--config={CLI}/resume.yaml", "--trainer.max_steps=4")
+    return steps, messages.texts
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -85,17 +82,15 @@ def test_pretrain_resume_finetune(tmp_path: Path) -> None:
     pretrain += ["--trainer.callbacks.every_n_train_steps=2"]
     last = tmp_path / "checkpoints" / "last.ckpt"
 
-    run_cli(tmp_path, *pretrain, "--trainer.max_steps=2")
-    assert read(last)["global_step"] == 2
-    logged, _ = run_ranks(_fit, 2, *pretrain, f"--config={CLI}/resume.yaml", "--trainer.max_steps=4")
-    assert f"Restored all states from the checkpoint at {last}" in logged
+    (steps, logged), _ = run_ranks(_pretrain_and_resume, 2, last, pretrain)
+    assert steps == 2 and f"Restored all states from the checkpoint at {last}" in logged
     pretrained = read(last)
     # The steps that AdamW has counted tell a resumed training from one that began anew.
     assert pretrained["global_step"] == 4 and pretrained["optimizer_states"][0]["state"][0]["step"] == 4
 
     finetune = [f"--config={CLI}/finetune.yaml", f"--config={small}", EAGER, f"--model.pretrained={last}"]
     finetune += [f"--trainer.default_root_dir={tmp_path / 'finetune'}", "--trainer.limit_train_batches=2"]
-    run_ranks(_fit, 2, *finetune)
+    run_ranks(run_main, 2, *finetune)
     before = pretrained["state_dict"]
     for epoch in (0, 1):
         after = read(tmp_path / "finetune" / "checkpoints" / f"epoch={epoch}.ckpt")["state_dict"]
@@ -105,12 +100,12 @@ def test_pretrain_resume_finetune(tmp_path: Path) -> None:
             assert torch.equal(value, before[name]) == frozen, f"{name} after epoch {epoch}"
 
 
-@pytest.mark.slow
-def test_the_configuration_and_the_help_are_whole(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("in_process")
+def test_the_configuration_and_the_help_are_whole() -> None:
     import yaml
 
     mine = ["--trainer.strategy.stage=2", "--trainer.strategy.device_mesh=auto"]
-    printed = run_cli(tmp_path, f"--config={CLI}/pretrain.yaml", *mine, "--print_config")
+    _, printed, _ = printed_by(f"--config={CLI}/pretrain.yaml", *mine, "--print_config", run=run_main)
     config = yaml.safe_load(printed)["trainer"]
     assert config["default_root_dir"] == "runs/pretrain"
     assert config["strategy"]["class_path"] == "lightning_deepcompile.DeepCompileStrategy"
@@ -119,7 +114,7 @@ def test_the_configuration_and_the_help_are_whole(tmp_path: Path) -> None:
     assert settings["device_mesh"] == "auto"
     assert settings["compile"]["memory_budget"] == "90%" and settings["compile"]["region_backend"] == "inductor"
 
-    printed = run_cli(tmp_path, "--trainer.strategy.help=lightning_deepcompile.DeepCompileStrategy")
+    _, printed, _ = printed_by("--trainer.strategy.help=lightning_deepcompile.DeepCompileStrategy", run=run_main)
     shown = " ".join(printed.partition("Help for --trainer.strategy.help=")[2].split())
     assert "Trains an unmodified LightningModule" in shown
     assert_explained(shown, "--trainer.strategy", settings)
@@ -147,11 +142,11 @@ def strategy_of(*arguments: str) -> DeepCompileStrategy:
     return cli.trainer.strategy
 
 
-def printed_by(*arguments: str) -> tuple[int, str, str]:
+def printed_by(*arguments: str, run: Callable[..., Any] = strategy_of) -> tuple[int, str, str]:
     """Returns the result of a command line that only prints: exit code, standard output and standard error."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as left:
-        strategy_of(*arguments)
+        run(*arguments)
     return int(left.value.code or 0), out.getvalue(), err.getvalue()
 
 

@@ -247,7 +247,9 @@ if "TEST_ALL" in os.environ:  # the first test trains all of them
 def _fit(name: str, strategy: Any, world: int, rank: int) -> dict[str, Tensor]:
     build, options, _ = SCENARIOS[name]
     torch.manual_seed(5)
-    module = Small() if build is compiled and strategy == "auto" else build()  # Lightning alone cannot compile `self.log`
+    module = (
+        Small() if build is compiled and strategy == "auto" else build()
+    )  # Lightning alone cannot compile `self.log`
     trainer = trainer_of(strategy, **options)
     rows = ROWS * WORLD
     with warnings.catch_warnings():
