@@ -10,11 +10,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Base, Mlp, train
+from cases import Base, train
 from multiprocess import RankError, run_ranks
+from test_handover import Small
 from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompilePrecision, DeepCompileStrategy
@@ -93,7 +93,7 @@ def test_models_that_cannot_be_sharded(build: Callable[[], nn.Module], error: ty
         check_module(build())
 
 
-class _Wrapped(Mlp):
+class _Wrapped(Small):
     def configure_model(self) -> None:
         from torch.distributed.fsdp import fully_shard
 
@@ -109,36 +109,25 @@ class _RankDependentModel(Base):
         self.second = nn.Linear(3, 3 + int(os.environ["RANK"]))
 
 
-class _ReturnsNone(Mlp):
+class _ReturnsNone(Small):
     def training_step(self, batch: Tensor, batch_idx: int) -> None:
         return None
 
 
-class _Lbfgs(Mlp):
+class _Lbfgs(Small):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.LBFGS(self.parameters())
 
 
-class _Foreign(Mlp):
+class _Foreign(Small):
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
 
 
-class _RenormsEmbedding(Mlp):
+class _RenormsEmbedding(Small):
     def __init__(self) -> None:
         super().__init__()
         self.embed.max_norm = 1.0
-
-
-class _Integers(Mlp):
-    """An integer parameter is sharded and gathered like any other; it is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.offsets = nn.Parameter(torch.arange(13), requires_grad=False)
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        return super().logits(tokens) + self.offsets.sum() * 0.0
 
 
 REFUSED: dict[str, tuple[type[Base], str]] = {
@@ -180,8 +169,10 @@ def test_refusals_reach_every_rank() -> None:
             assert seconds < 100, f"rank {rank} needed {seconds:.0f} s to refuse {name!r}"
 
 
-class _PartingAlone(Mlp):
+class _PartingAlone(Small):
     """One rank takes what none has taken before, and the others are inside of a collective when it comes there."""
+
+    count = 2
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.turn = int(batch_idx == 2 and os.environ["RANK"] == "1")
@@ -209,25 +200,7 @@ def test_a_rank_that_leaves_the_usual_way_does_not_mix_up_what_is_gathered() -> 
         assert seconds < 60
 
 
-def _integers() -> tuple[list[float], list[int]]:
-    values: list[int] = []
-
-    def look(trainer: pl.Trainer) -> None:
-        values.extend(trainer.lightning_module.offsets.full_tensor().tolist())
-
-    strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-    record = train(_Integers, strategy, world_size=2, rank=int(os.environ["RANK"]), inspect=look)
-    return record.losses, values
-
-
-def test_integer_parameters_train() -> None:
-    expected = train(_Integers, "auto", world_size=1, rank=0, data_world=2)
-    for losses, values in run_ranks(_integers, 2):
-        assert values == list(range(13))
-        assert losses == pytest.approx(expected.losses, rel=1e-5)
-
-
-class _Fails(Mlp):
+class _Fails(Small):
     """One rank raises in the middle of training."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Mlp, Tokens
+from cases import Tokens
 from multiprocess import run_ranks
+from test_handover import Small, trainer_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 WORLD, ROWS = 2, 4
 
 
-class Evaluated(Mlp):
+class Evaluated(Small):
     """All four steps."""
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -31,18 +32,11 @@ class Evaluated(Mlp):
         return self.logits(batch).argmax(-1)
 
 
-def _trainer(strategy: Any, devices: int, **options: Any) -> pl.Trainer:
-    return pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, **options,
-    )  # fmt: skip
-
-
 def _around_a_fit(strategy: Any, rank: int, world: int) -> tuple[dict[str, float], Tensor, Any]:
     """validate before fit, fit with validation, validate, test and predict after it, fit again: one trainer."""
     torch.manual_seed(3)
     module = Evaluated()
-    trainer = _trainer(strategy, world, gradient_clip_val=0.05)
+    trainer = trainer_of(strategy, gradient_clip_val=0.05)
     data = DataLoader(Tokens(4, ROWS, rank, world), batch_size=ROWS // world)
     results = {"before": trainer.validate(module, data, verbose=False)[0]["val"]}
     trainer.fit(module, data, data)
@@ -57,15 +51,26 @@ def _around_a_fit(strategy: Any, rank: int, world: int) -> tuple[dict[str, float
     return results, predictions, gathered
 
 
-def _sharded_around_a_fit() -> tuple[dict[str, float], Tensor, Any]:
+# Precision, and whether the step is compiled.
+LOW = [("bf16-true", True), ("bf16-mixed", True), ("16-true", True), ("bf16-true", False)]
+if "TEST_ALL" in os.environ:  # the first test trains all of them
+    LOW += [("bf16-mixed", False), ("16-true", False)]
+
+
+def _all() -> tuple[Any, list[Any]]:
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-    return _around_a_fit(strategy, int(os.environ["RANK"]), WORLD)
+    return _around_a_fit(strategy, int(os.environ["RANK"]), WORLD), [_low_precision(*case) for case in LOW]
+
+
+@pytest.fixture(scope="module")
+def sharded() -> list[tuple[Any, list[Any]]]:
+    return run_ranks(_all, WORLD)
 
 
 @pytest.mark.xdist_group("evaluation")
-def test_evaluation_around_a_fit() -> None:
+def test_evaluation_around_a_fit(sharded: list[tuple[Any, list[Any]]]) -> None:
     expected, expected_predictions, _ = _around_a_fit("auto", 0, 1)
-    by_rank = run_ranks(_sharded_around_a_fit, WORLD)
+    by_rank = [around for around, _ in sharded]
     for results, _, gathered in by_rank:
         assert results == pytest.approx(expected, rel=1e-5)
         assert gathered > 0
@@ -78,7 +83,7 @@ def _low_precision(
     precision: str, compiled: bool = True
 ) -> tuple[list[float], set[torch.dtype], set[torch.dtype], set[torch.dtype]]:
     torch.manual_seed(3)
-    module = Mlp()
+    module = Small()
     if not compiled:
         module.training_step = torch.compiler.disable(module.training_step)
     # AdamW's epsilon is 0 in fp16.
@@ -95,7 +100,7 @@ def _low_precision(
 
     world = int(os.environ.get("WORLD_SIZE", "1"))
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager")) if world > 1 else "auto"
-    trainer = _trainer(strategy, world, precision=precision, callbacks=[Look()])
+    trainer = trainer_of(strategy, Look(), precision=precision)
     # All ranks read the same rows: the mean of equal gradients is exact, in any dtype.
     trainer.fit(module, DataLoader(ConcatDataset([Tokens(1, ROWS, 0, 1)] * 6), batch_size=ROWS))
     state = trainer.optimizers[0].state
@@ -105,15 +110,13 @@ def _low_precision(
 
 
 @pytest.mark.xdist_group("evaluation")
-@pytest.mark.parametrize(
-    ("precision", "stored"), [("bf16-true", torch.bfloat16), ("bf16-mixed", torch.float32), ("16-true", torch.float16)]
-)
-@pytest.mark.parametrize("compiled", [True, False], ids=["compiled", "uncompiled"])
-def test_low_precision_trains_as_alone(precision: str, stored: torch.dtype, compiled: bool) -> None:
+@pytest.mark.parametrize(("precision", "compiled"), LOW)
+def test_low_precision_trains_as_alone(precision: str, compiled: bool, sharded: list[tuple[Any, list[Any]]]) -> None:
+    stored = {"bf16-true": torch.bfloat16, "bf16-mixed": torch.float32, "16-true": torch.float16}[precision]
     expected, *dtypes = _low_precision(precision)
     moments = set() if precision == "16-true" else {stored}
     assert dtypes == [{stored}, {stored}, moments]
-    for losses, *dtypes in run_ranks(_low_precision, WORLD, precision, compiled):
+    for losses, *dtypes in [low[LOW.index((precision, compiled))] for _, low in sharded]:
         assert dtypes == [{stored}, {stored}, moments]
         # Autograd and the compiler round at different places: a few units in the last place of 8 or 11 bits.
         assert losses == pytest.approx(expected, rel=2e-2)

@@ -9,12 +9,13 @@ import pytest
 import torch
 from cases import Mlp, Record, assert_same_training
 from multiprocess import run_ranks
+from test_handover import Small
 from test_unmodified import fit, ours
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Contrastive(Mlp):
+class Contrastive(Small):
     """Compares with what the other ranks have, and sends gradients back."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -26,7 +27,7 @@ class Contrastive(Mlp):
         return F.cross_entropy(first @ second.T / 0.1, torch.arange(len(first)))
 
 
-class Bank(Mlp):
+class Bank(Small):
     """Prototypes that are read transposed and copied, and written behind a break of the graph."""
 
     def __init__(self) -> None:
@@ -43,7 +44,7 @@ class Bank(Mlp):
         return loss
 
 
-class Hyper(Mlp):
+class Hyper(Small):
     """One layer's parameters are computed by another one; it is read itself, too. It runs uncompiled as a whole."""
 
     def logits(self, tokens: Tensor) -> Tensor:
