@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Record, assert_same_training, train
+from cases import Record, assert_same_training, train
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Trainer
 from multiprocess import run_ranks
+from test_handover import Small
 from torch import nn
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
@@ -148,7 +149,7 @@ def _on_two_nodes() -> tuple[list[Record], list[str]]:
         strategy = DeepCompileStrategy(sharding_strategy="HYBRID_SHARD", device_mesh="auto", compile=config)
         records.append(
             train(
-                CASES["mlp"],
+                Small,
                 strategy,
                 world_size=4,
                 rank=rank,
@@ -167,9 +168,7 @@ def _on_two_nodes() -> tuple[list[Record], list[str]]:
 @pytest.mark.timeout(240)
 def test_two_nodes_train_as_one_process() -> None:
     ranks = run_ranks(_on_two_nodes, 4)
-    expected = train(
-        CASES["mlp"], "auto", world_size=1, rank=0, data_world=4, steps=3, accumulate=2, gradient_clip_val=0.05
-    )
+    expected = train(Small, "auto", world_size=1, rank=0, data_world=4, steps=3, accumulate=2, gradient_clip_val=0.05)
     for rank, (records, lines) in enumerate(ranks):
         assert [record.extra for record in records] == [(2, 2, rank % 2), (1, 4, rank)]
         for record in records:
@@ -182,11 +181,11 @@ def test_two_nodes_train_as_one_process() -> None:
 
 def test_one_process_and_what_cannot_be_sharded() -> None:
     strategy = DeepCompileStrategy(device_mesh="auto", compile=CompileConfig(region_backend="eager"))
-    record = train(CASES["mlp"], strategy, world_size=1, rank=0, steps=1, inspect=_inspect)
+    record = train(Small, strategy, world_size=1, rank=0, steps=1, inspect=_inspect)
     assert record.extra == (1, 1, 0)
 
     def lazy() -> Any:
-        module = CASES["mlp"]()
+        module = Small()
         module.unused = nn.LazyLinear(3)
         return module
 

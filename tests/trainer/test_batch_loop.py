@@ -10,10 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from cases import CASES, train
+from cases import train
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from multiprocess import run_ranks
+from test_handover import Small
 
 from lightning_deepcompile.trainer.batch_loop import let_host_run_ahead
 
@@ -68,7 +69,7 @@ def _stopped(accelerator: str, told: dict[int, int]) -> tuple[int, str]:
     stop, strategy = StopThere(told.get(rank)), DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
     with pytest.raises(SIGTERMException):
         train(
-            CASES["mlp"], strategy, world_size=2, rank=rank, steps=8, accelerator=accelerator, callbacks=[stop]
+            Small, strategy, world_size=2, rank=rank, steps=8, accelerator=accelerator, callbacks=[stop]
         )  # fmt: skip
     return stop.steps, stop.loop
 
@@ -76,8 +77,12 @@ def _stopped(accelerator: str, told: dict[int, int]) -> tuple[int, str]:
 @pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "told",
-    [pytest.param({0: 2, 1: 2}, marks=pytest.mark.extensive), {1: 2}, {0: 2, 1: 3}],
-    ids=["all", "one", "one_earlier"],
+    [
+        pytest.param({0: 2, 1: 2}, marks=pytest.mark.extensive),
+        {1: 2},
+        pytest.param({0: 2, 1: 3}, marks=pytest.mark.extensive),
+    ],
+    ids=["all", "one_earlier", "one"],
 )
 def test_all_ranks_stop_together(accelerator: str, told: dict[int, int]) -> None:
     assert run_ranks(_stopped, 2, accelerator, told, timeout=120) == [(3, "_BatchLoop")] * 2
