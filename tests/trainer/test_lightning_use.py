@@ -14,9 +14,9 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Mlp, Tokens, full
+from cases import Tokens, full
 from multiprocess import run_ranks
-from test_handover import trainer_of
+from test_handover import Small, trainer_of
 from test_unmodified import ours
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -28,7 +28,7 @@ def data(rows: int = 4, batches: int = 2) -> DataLoader[Tensor]:
     return DataLoader(Tokens(batches, rows, 0, 1), batch_size=rows)
 
 
-class Evaluated(Mlp):
+class Evaluated(Small):
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.validation_step(batch, batch_idx)
 
@@ -66,10 +66,6 @@ def _without_parameters() -> None:
     assert "trained" in trainer.callback_metrics
 
 
-def test_a_module_without_parameters() -> None:
-    run_ranks(_without_parameters, 2)
-
-
 class Unoptimized(Evaluated):
     def configure_optimizers(self) -> None:
         return None
@@ -80,10 +76,7 @@ def test_a_training_without_an_optimizer_is_saved_and_resumed(form: str, tmp_pat
     def trainer(epochs: int) -> pl.Trainer:
         strategy = ours()
         strategy._checkpoints.sharded = form == "sharded"
-        return pl.Trainer(
-            strategy=strategy, accelerator="cpu", devices=1, max_epochs=epochs, logger=False,
-            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
-        )  # fmt: skip
+        return trainer_of(strategy, max_epochs=epochs, enable_checkpointing=True, default_root_dir=tmp_path)
 
     first, second = trainer(1), trainer(2)
     first.fit(Unoptimized(), data())
@@ -91,9 +84,7 @@ def test_a_training_without_an_optimizer_is_saved_and_resumed(form: str, tmp_pat
     second.fit(Unoptimized(), data(), ckpt_path=path)
     assert second.current_epoch == 2
     if form == "full":
-        alone = pl.Trainer(
-            accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False, enable_checkpointing=False
-        )
+        alone = trainer_of("auto", max_epochs=2)
         alone.fit(Unoptimized(), data(), ckpt_path=path)
         with pytest.raises(RuntimeError, match="configured 1 optimizers but the checkpoint contains 0"):
             trainer(2).fit(Evaluated(), data(), ckpt_path=path)
@@ -167,29 +158,32 @@ def _threads() -> list[bool]:
     return seen
 
 
-def test_no_thread_outlives_a_training() -> None:
-    assert run_ranks(_threads, 2) == [[True] * 6] * 2
-
-
 def _threads_of_many() -> list[int]:
     """Returns the number of the process' threads after each of some trainings, Python's and others'."""
     seen = []
-    for _ in range(5):
+    for _ in range(3):
         trainer_of(ours()).fit(Evaluated(), data())
         gc.collect()
         seen.append(len(os.listdir("/proc/self/task")))
     return seen
 
 
-def test_many_trainings_of_a_process_keep_no_process_groups() -> None:
-    for seen in run_ranks(_threads_of_many, 2):
-        assert seen[-1] <= seen[1] + 1, seen  # of groups that are kept, nine come with each training
+def _look_at_threads() -> tuple[list[int], list[bool]]:
+    many = _threads_of_many()
+    _without_parameters()
+    return many, _threads()
 
 
-def early(step: bool = False, other: bool = False) -> Mlp:
+def test_no_thread_or_process_group_outlives_a_training_and_a_module_needs_no_parameters() -> None:
+    for many, running in run_ranks(_look_at_threads, 2):
+        assert running == [True] * 6
+        assert many[-1] <= many[1] + 1, many  # of groups that are kept, nine come with each training
+
+
+def early(step: bool = False, other: bool = False) -> Small:
     """An optimizer that is built, and may have stepped, before the module is sharded; two names for one parameter."""
 
-    class Early(Mlp):
+    class Early(Small):
         def __init__(self) -> None:
             super().__init__()
             self.head.weight = self.embed.weight
@@ -284,22 +278,24 @@ def test_a_trained_module_and_its_trainer_are_pickled(tmp_path: Path) -> None:
 
 
 class Loads(Evaluated):
-    """Reads and writes checkpoints in a hook that comes before, or right after, the strategy is set up."""
+    """Reads and writes checkpoints in the hooks that come before, or right after, the strategy is set up."""
 
-    def __init__(self, hook: str = "", path: str = "") -> None:
+    def __init__(self, path: str = "") -> None:
         super().__init__()
-        self.hook, self.path = hook, path
+        self.path = path
 
     def use(self, hook: str) -> None:
-        if hook != self.hook:
+        if not self.path:
             return
         strategy, path = self.trainer.strategy, Path(self.path)
         other = type(self).load_from_checkpoint(path / "full")
         assert type(other) is Loads and type(other.head.weight) is nn.Parameter
         for form in ("full", "sharded"):
+            with torch.no_grad():
+                self.head.bias.zero_()
             strategy.load_model_state_dict(strategy.load_checkpoint(path / form))
-        for (name, one), wanted in zip(self.named_parameters(), other.parameters(), strict=True):
-            assert torch.equal(full(one), wanted), name
+            for (name, one), wanted in zip(self.named_parameters(), other.parameters(), strict=True):
+                assert torch.equal(full(one), wanted), name
         self.trainer.save_checkpoint(path / f"in {hook}")
 
     def setup(self, stage: str) -> None:
@@ -322,12 +318,12 @@ def _before_the_strategy_is_set_up(folder: str) -> None:
         while not Path(folder, form).exists():  # the ranks meet when they fit
             time.sleep(0.01)
         trainer.fit(module, data(), ckpt_path=Path(folder, form))
+    module, trainer = Loads(folder), trainer_of(ours())
+    trainer.fit(module, data())
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(module, data())  # sharded already
+    trainer.strategy.barrier()
     for hook in ("setup", "configure_model", "on_fit_start"):
-        module, trainer = Loads(hook, folder), trainer_of(ours())
-        trainer.fit(module, data())
-        trainer.fit_loop.max_epochs = 2
-        trainer.fit(module, data())  # sharded already
-        trainer.strategy.barrier()
         state = torch.load(Path(folder, f"in {hook}"))["state_dict"]
         assert state["head.weight"].shape == (61, 13)
 
