@@ -94,7 +94,7 @@ def pretrained_llama(folder: Path) -> dict[str, Any]:
     """Writes a small model of Transformers to a folder; the names are batches for it."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("peft")
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, use_cache=False, **sizes)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     tokens = torch.randint(32, (16, 8))

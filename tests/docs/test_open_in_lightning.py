@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
 from lightning.pytorch.strategies import DDPStrategy
 from multiprocess import run_ranks
 from pages import ROOT
+from test_handover import trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,11 +24,11 @@ WORLD, STEPS, WIDTH = 2, 4, 7
 
 
 class Base(pl.LightningModule):
-    """Three layers of odd sizes, and the losses of its steps."""
+    """Two layers of odd sizes, and the losses of its steps."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
         self.head = nn.Linear(WIDTH, 1)
         self.seen: list[float] = []
 
@@ -108,11 +109,9 @@ def _losses(strategy: Any, name: str) -> list[float]:
     rank = int(os.environ["RANK"])
     torch.manual_seed(2)
     module = kind()
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=WORLD, max_steps=STEPS, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-        use_distributed_sampler=False, **arguments(),
-    )  # fmt: skip
+    options = arguments()
+    callbacks = options.pop("callbacks", [])
+    trainer = trainer_of(strategy, *callbacks, max_steps=STEPS, num_sanity_val_steps=0, **options)
     validation = {"averaged weights": 2, "uneven validation": 1 + rank}.get(name)
     trainer.fit(module, _loader(STEPS, rank), None if validation is None else _loader(validation, rank))
     return module.seen

@@ -15,9 +15,10 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch.distributed as dist
-from cases import CASES, train
+from cases import train
 from interpreters import clean_environment, python_path
 from multiprocess import RankError, run_ranks
+from test_handover import Small
 
 from lightning_deepcompile.ranks.failures import Failures
 
@@ -51,7 +52,7 @@ class _Sleeps(pl.Callback):
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 3 and os.environ["RANK"] == "2":
-            time.sleep(14)
+            time.sleep(9)
 
 
 def _late(prefix: str) -> str:
@@ -61,9 +62,9 @@ def _late(prefix: str) -> str:
     config = CompileConfig(region_backend="eager", schedule=None)
     strategy = DeepCompileStrategy(compile=config, timeout=timedelta(seconds=5))
     with pytest.raises(RuntimeError) as raised:
-        train(CASES["mlp"], strategy, world_size=3, rank=int(os.environ["RANK"]), callbacks=[_Sleeps()])
+        train(Small, strategy, world_size=3, rank=int(os.environ["RANK"]), callbacks=[_Sleeps()])
     if os.environ["RANK"] == "0":
-        time.sleep(15)  # it keeps the store
+        time.sleep(10)  # it keeps the store
     return str(raised.value)
 
 
@@ -106,7 +107,7 @@ def _killed() -> None:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", schedule=None))
-    train(CASES["mlp"], strategy, world_size=2, rank=int(os.environ["RANK"]), callbacks=[_Dies()])
+    train(Small, strategy, world_size=2, rank=int(os.environ["RANK"]), callbacks=[_Dies()])
 
 
 def test_a_rank_that_was_killed_is_named_first() -> None:

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cases import Mlp, train
+from cases import train
 from interpreters import clean_environment, declare_entry_points, python_path
 from multiprocess import _free_port, run_ranks
+from test_handover import Small
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
@@ -48,6 +49,7 @@ if __name__ == "__main__":
     trainer = pl.Trainer(strategy="deepcompile", accelerator="cpu", devices=2, max_epochs=1, logger=False,
                          num_nodes=int(os.environ.get("NODES", "1")),
                          enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
+    trainer.strategy.compile.region_backend = "eager"
     trainer.fit(Model(), DataLoader(torch.randn(64, 5), batch_size=4))
     # One write each: an unbuffered print of several parts mixes with the other rank's.
     sys.stdout.write(f"{type(trainer.strategy.cluster_environment).__name__} started these processes\\n")
@@ -178,7 +180,7 @@ def _listening() -> set[str]:
         return {entry[1].removesuffix(port) for entry in entries if entry[1].endswith(port) and entry[3] == "0A"}
 
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager"))
-    found: set[str] = train(Mlp, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=1, inspect=look).extra
+    found: set[str] = train(Small, strategy, world_size=2, rank=int(os.environ["RANK"]), steps=1, inspect=look).extra
     return found
 
 

@@ -6,18 +6,19 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from cases import Mlp, Tokens, train
+from cases import Tokens, train
 from lightning.pytorch.loops.evaluation_loop import _EvaluationLoop as EvaluationLoop
 from lightning.pytorch.loops.prediction_loop import _PredictionLoop as PredictionLoop
 from lightning.pytorch.strategies import DDPStrategy
 from multiprocess import run_ranks, said
+from test_handover import Small, trainer_of
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, Subset
@@ -26,21 +27,19 @@ from torchmetrics import MeanMetric
 WORLD = 2
 
 
-def _fit(rank: int, batches: int, module: pl.LightningModule | None = None, **settings: Any) -> tuple[str, float]:
+def _fit(
+    rank: int, batches: int, stage: int, module: pl.LightningModule | None = None, callbacks: Sequence[pl.Callback] = ()
+) -> tuple[str, float]:
     """Returns the error that `fit` ends with, and the seconds since rank 0 began its last batch."""
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    stage, options = settings.pop("stage", 3), {"max_epochs": 1, **settings}
-    trainer = pl.Trainer(
-        strategy=DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager")), accelerator="cpu",
-        devices=WORLD, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False, **options,
-    )  # fmt: skip
+    strategy = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager"))
+    trainer = trainer_of(strategy, *callbacks)
     data = DataLoader(Subset(Tokens(8, 4, rank, WORLD), range(2 * batches)), batch_size=2)
     torch.manual_seed(3)
     begun = time.monotonic()
     with pytest.raises(RuntimeError) as raised:
-        trainer.fit(module or Mlp(), data)
+        trainer.fit(module or Small(), data)
     if rank == 0:  # it keeps the store
         time.sleep(1)
     return said(str(raised.value)), time.monotonic() - begun
@@ -48,7 +47,7 @@ def _fit(rank: int, batches: int, module: pl.LightningModule | None = None, **se
 
 def _fewer(stage: int) -> tuple[str, float]:
     rank = int(os.environ["RANK"])
-    return _fit(rank, 8 - rank, stage=stage)
+    return _fit(rank, 8 - rank, stage)
 
 
 def test_lightning_calls_what_our_loops_add_to() -> None:
@@ -82,7 +81,7 @@ class _SavesAlone(pl.Callback):
             trainer.save_checkpoint("never.ckpt")
 
 
-class _SkipsAlone(Mlp):
+class _SkipsAlone(Small):
     """Steps unless it finds a value that only one rank sees."""
 
     automatic_optimization = False
@@ -100,7 +99,7 @@ class _SkipsAlone(Mlp):
 def _alone(case: str, stage: int) -> tuple[str, float]:
     rank = int(os.environ["RANK"])
     callbacks = {"runs": [_RunsAlone()], "saves": [_SavesAlone()]}.get(case, [])
-    return _fit(rank, 8, _SkipsAlone() if case == "skips" else None, callbacks=callbacks, stage=stage)
+    return _fit(rank, 8, stage, _SkipsAlone() if case == "skips" else None, callbacks)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +119,7 @@ def test_what_one_rank_does_alone_is_named_at_once(case: str, stage: int, told: 
         assert told in message, message
 
 
-class _Evaluated(Mlp):
+class _Evaluated(Small):
     """All steps; what they see and give is kept."""
 
     def __init__(self, reduces: bool) -> None:
@@ -176,10 +175,7 @@ def _evaluated(strategy: Any, by_rank: list[list[int]], iterable: bool, fits: bo
     rank = int(os.environ["RANK"])
     torch.manual_seed(3)
     module = _Evaluated(reduces=[0] not in by_rank)  # which a rank without any batch does not, under DDP either
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=WORLD, logger=False, enable_checkpointing=False, max_epochs=2,
-        enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False, callbacks=[_Calls()],
-    )  # fmt: skip
+    trainer = trainer_of(strategy, _Calls(), max_epochs=2)
     train = DataLoader(Tokens(4, 4, rank, WORLD), batch_size=2)
     results: list[Any] = []
     if fits:
@@ -191,29 +187,30 @@ def _evaluated(strategy: Any, by_rank: list[list[int]], iterable: bool, fits: bo
     return [*results, *module.seen]
 
 
-def _both(stage: int, by_rank: list[list[int]], iterable: bool, fits: bool) -> tuple[list[Any], list[Any]]:
+# Stage, numbers of batches of each rank, whether loaders are iterable alone, and whether a training comes first.
+UNEVEN: dict[str, tuple[int, list[list[int]], bool, bool]] = {
+    "streams": (2, [[4], [2]], True, True),
+    "none": (3, [[0], [2]], False, False),
+}
+if "TEST_ALL" in os.environ:  # all are done in one launch
+    UNEVEN |= {"lists": (3, [[3], [5]], False, True), "several": (3, [[3, 1, 2], [1, 3, 2]], True, True)}
+
+
+def _both() -> dict[str, tuple[list[Any], list[Any]]]:
     from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
-    sharded = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager", schedule=None))
-    results = _evaluated(sharded, by_rank, iterable, fits)
-    return results, _evaluated(DDPStrategy(find_unused_parameters=True), by_rank, iterable, fits)
+    results = {}
+    for name, (stage, *case) in UNEVEN.items():
+        sharded = DeepCompileStrategy(stage=stage, compile=CompileConfig(region_backend="eager", schedule=None))
+        ours = _evaluated(sharded, *case)
+        results[name] = ours, _evaluated(DDPStrategy(find_unused_parameters=True), *case)
+    return results
 
 
-@pytest.mark.parametrize(
-    ("stage", "by_rank", "iterable", "fits"),
-    [
-        (3, [[3], [5]], False, True),
-        (2, [[4], [2]], True, True),
-        (3, [[0], [2]], False, False),
-        pytest.param(3, [[3, 1, 2], [1, 3, 2]], True, True, marks=pytest.mark.extensive),
-    ],
-    ids=["lists", "streams", "none", "several"],
-)
-def test_evaluation_of_uneven_loaders_is_that_of_ddp(
-    stage: int, by_rank: list[list[int]], iterable: bool, fits: bool
-) -> None:
-    for actual, expected in run_ranks(_both, WORLD, stage, by_rank, iterable, fits, timeout=90):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+def test_evaluation_of_uneven_loaders_is_that_of_ddp() -> None:
+    for results in run_ranks(_both, WORLD, timeout=200):
+        for name, (actual, expected) in results.items():
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
 class _IsLate(pl.Callback):
@@ -238,7 +235,7 @@ def _late() -> list[str]:
     logging.getLogger("lightning_deepcompile.ranks.watch").addFilter(late)
     config = CompileConfig(region_backend="eager", schedule=None)
     strategy = DeepCompileStrategy(compile=config, wait_report=timedelta(seconds=2))
-    train(Mlp, strategy, world_size=WORLD, rank=int(os.environ["RANK"]), steps=4, callbacks=[late])
+    train(Small, strategy, world_size=WORLD, rank=int(os.environ["RANK"]), steps=4, callbacks=[late])
     return late.told
 
 
