@@ -26,6 +26,7 @@ class Model(Mlp):
     def __init__(self, width: int = 13) -> None:
         super().__init__()
         self.save_hyperparameters()
+        del self.layers[2:]
         self.head.weight = self.embed.weight
         self.layers[0].requires_grad_(False)
         self.again = self.layers[1]

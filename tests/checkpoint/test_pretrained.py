@@ -24,7 +24,7 @@ transformers = pytest.importorskip("transformers")
 safetensors = pytest.importorskip("safetensors.torch")
 
 MIB = 2**20
-SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 2,
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 36, "num_hidden_layers": 1,
          "num_attention_heads": 4, "num_key_value_heads": 2, "use_cache": False}  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
@@ -37,7 +37,7 @@ def make_folder(name: str, folder: Path) -> Path:
     torch.manual_seed(1)
     model = MODELS[name]()
     model.generation_config.max_new_tokens = 7
-    model.save_pretrained(folder / name, max_shard_size="12KB")
+    model.save_pretrained(folder / name, max_shard_size="5KB")
     assert len(list((folder / name).glob("model-*.safetensors"))) > 2
     return folder / name
 
@@ -116,13 +116,13 @@ def _save_in_all_ways(trainer: pl.Trainer, to: Path) -> dict[str, Any]:
         net.save_pretrained(to / "refused")
     said["model"] = str(refused.value)
     said["generated"] = generate(net, trainer.global_rank, synced_gpus=True)
-    strategy.save_pretrained(to / "saved", max_shard_size="9KB")
+    strategy.save_pretrained(to / "saved", max_shard_size="5KB")
     strategy.save_pretrained(to / "half", dtype=torch.bfloat16)
     with pytest.raises(NotADirectoryError, match="is a file"):
         strategy.save_pretrained(to / "half" / "config.json")
     with strategy.full_parameters():
         if trainer.is_global_zero:
-            net.save_pretrained(to / "own", max_shard_size="9KB")
+            net.save_pretrained(to / "own", max_shard_size="5KB")
     strategy.load_pretrained(net, to / "half")  # into shards
     said["loaded"] = {name: full(parameter) for name, parameter in net.named_parameters()}
     assert type(pickle.loads(pickle.dumps(net))) is type(net)

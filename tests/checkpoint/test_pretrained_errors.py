@@ -52,7 +52,7 @@ def drop_from_index(folder: Path, key: str) -> None:
     (folder / INDEX).write_text(json.dumps(index))
 
 
-Q = "model.layers.1.self_attn.q_proj.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
 EXPERT = "model.layers.0.block_sparse_moe.experts.1.w1.weight"
 
 
@@ -76,7 +76,7 @@ def _leave_out_a_tensor(folder: Path) -> None:
 
 def _misname_a_tensor(folder: Path) -> None:
     def rename(tensors: dict[str, torch.Tensor]) -> None:
-        tensors["model.layers.1.self_attn.query.weight"] = tensors.pop(Q)
+        tensors["model.layers.0.self_attn.query.weight"] = tensors.pop(Q)
 
     change(file_of(folder, Q), rename)
     drop_from_index(folder, Q)

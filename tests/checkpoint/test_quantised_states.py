@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 
+EVERYTHING = "TEST_ALL" in os.environ
 WIDTH = 80
 """Of matrices of 25 blocks of 256 elements: rows of two or three ranks would end within a block."""
 
@@ -34,7 +36,7 @@ class Net(Base):
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(1))
 
     def logits(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -111,7 +113,9 @@ def save_and_resume(folder: Path, nets: list[type[Net]]) -> dict[str, list[Any]]
         sharded, loaded, full = (folder / f"{name}.{kind}" for kind in ("sharded", "loaded", "full"))
         first = fit(ours("sharded", async_save=True), SaveAt(sharded, SAVED_AFTER), build=net)[0]
         second = fit(ours(), SaveAtStart(loaded), SaveAt(full, SAVED_AFTER + 1), resume=sharded, build=net)[0]
-        records[name] = [first, second, fit(ours(), resume=full, build=net)[0]]
+        records[name] = [first, second]
+        if EVERYTHING:
+            records[name].append(fit(ours(), resume=full, build=net)[0])
     return records
 
 
@@ -153,7 +157,7 @@ def parts(value: Tensor) -> list[Tensor]:
 def test_states_keep_their_bits_on_any_number_of_ranks(tmp_path: Path, nets: list[type[Net]]) -> None:
     records = run_ranks(save_and_resume, 3, tmp_path, nets, timeout=300.0)[0]
     cases = [(net, kind) for net in nets for kind in ("full", "sharded")]
-    if EightBits in nets:
+    if EightBits in nets and EVERYTHING:
         consolidated = tmp_path / "EightBits.consolidated"
         torch.save(_format_checkpoint(_load_distributed_checkpoint(consolidated.with_suffix(".sharded"))), consolidated)
         cases.append((EightBits, "consolidated"))
@@ -162,9 +166,10 @@ def test_states_keep_their_bits_on_any_number_of_ranks(tmp_path: Path, nets: lis
         first, *resumed = records[net.__name__]
         skipped = SAVED_AFTER + (kind == "full")
         if net is not Rounded:  # whose random numbers are others
-            record = resumed[kind == "full"]
-            assert record.losses == first.losses[skipped:], kind
-            assert all(torch.equal(record.params[key], value) for key, value in first.params.items()), kind
+            if kind != "full" or EVERYTHING:
+                record = resumed[kind == "full"]
+                assert record.losses == first.losses[skipped:], kind
+                assert all(torch.equal(record.params[key], value) for key, value in first.params.items()), kind
             assert losses == pytest.approx(first.losses[skipped:], rel=1e-4), kind
         path = tmp_path / f"{net.__name__}.{kind}"
         again, expected = path.with_suffix(f".{kind}.again"), path.with_suffix(".full" if kind == "full" else ".loaded")
@@ -199,18 +204,21 @@ class Unquantised(Net):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-def save_both(folder: Path, net: type[Net]) -> list[float]:
-    """Trains twice, saving sharded and full."""
-    fit(ours("sharded"), SaveAt(folder / "sharded", SAVED_AFTER), build=net)
-    return fit(ours(), SaveAt(folder / "full", SAVED_AFTER), build=net)[0].losses
+class SaveBoth(pl.Callback):
+    """Saves in both forms."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == SAVED_AFTER:
+            for kind in ("full", "sharded"):
+                trainer.strategy._checkpoints.sharded = kind == "sharded"
+                trainer.save_checkpoint(self.path.with_suffix(f".{kind}"))
 
 
-def resume_both(folder: Path, net: type[Net]) -> list[list[float]]:
-    """Resumes from both, and saves what was loaded."""
-    return [
-        fit(ours(), SaveAtStart(folder / f"{kind}.again"), resume=folder / kind, build=net)[0].losses
-        for kind in ("full", "sharded")
-    ]
+def save_both(path: Path, net: type[Net]) -> list[float]:
+    return fit(ours(), SaveBoth(path), build=net)[0].losses
 
 
 def values_of(path: Path) -> dict[tuple[int, str], Tensor]:
@@ -239,20 +247,22 @@ def test_another_class_resumes_with_the_same_values(
     saved: type[Net], resumed: type[Net], worlds: tuple[int, int], tmp_path: Path
 ) -> None:
     """Classes step on shards where states were on owner ranks, or the other way round."""
-    losses = run_ranks(save_both, worlds[0], tmp_path, saved)[0]
-    results = run_ranks(resume_both, worlds[1], tmp_path, resumed)[0]
-    expected = values_of(tmp_path / "full")
+    path, kinds = tmp_path / resumed.__name__, ("full", "sharded")
+    losses = run_ranks(save_both, worlds[0], path, saved)[0]
+    results = run_ranks(resume, worlds[1], tmp_path, [(resumed, kind) for kind in kinds])[0]
+    expected = values_of(path.with_suffix(".full"))
     # What is not quantised again has the same bits; a code of four bits is one of 16.
     off = {Unquantised: 0.0, EightBits: 0.01, FourBits: 0.12}[resumed]
     form = {Unquantised: Tensor, EightBits: OptimState8bit, FourBits: OptimState4bit}[resumed]
-    for kind, its in zip(("full", "sharded"), results, strict=True):
-        actual = values_of(tmp_path / f"{kind}.again")
+    for kind, its in zip(kinds, results, strict=True):
+        again = path.with_suffix(f".{kind}.again")
+        actual = values_of(again)
         for key, value in expected.items():
             torch.testing.assert_close(actual[key], value, rtol=0, atol=off * float(value.abs().max()))
         if resumed is not FourBits:
             assert its == pytest.approx(losses[SAVED_AFTER:], rel=1e-4), kind
-        states = torch.load(tmp_path / f"{kind}.again", weights_only=True)["optimizer_states"][0]["state"]
-        assert all(type(states[number]["exp_avg"]) is form for number in (2, 3))
+        states = torch.load(again, weights_only=True)["optimizer_states"][0]["state"]
+        assert type(states[2]["exp_avg"]) is form
 
 
 def test_quantised_states_stay_on_the_device() -> None:
