@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from gpt import GPT
-from interpreters import declare_entry_points, run_python
-from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch import seed_everything
+from multiprocess import run_ranks
+from test_handover import trainer_of
 from text_data import StdlibText, Windows, read_bytes, source_files, split_files
 
 
@@ -52,15 +57,7 @@ def test_gpt_starts_near_eight_bits_and_learns(tied: bool) -> None:
     with torch.no_grad():
         bits = float(model.loss(next(iter(data.val_dataloader())))) / math.log(2)
     assert bits == pytest.approx(8.0, abs=0.3)
-    trainer = Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_steps=20,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of("auto", max_steps=20)
     trainer.fit(model, data)
     assert float(trainer.callback_metrics["train_bits_per_byte"]) < 7.0
 
@@ -98,10 +95,23 @@ def test_a_pass_of_ones_own_changes_the_programs() -> None:
     assert "net.tokens" in first[1] and "net.head" in second[1]
 
 
+def _run(script: str, options: tuple[str, ...]) -> str:
+    printed = io.StringIO()
+    sys.argv = [script, *options]
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(script, run_name="__main__")
+    return printed.getvalue()
+
+
+def printed_by(script: str, *options: str) -> str:
+    """Runs an example on two ranks, as torchrun would start them; returns what the first one prints."""
+    printed: str = run_ranks(_run, 2, f"examples/{script}", options, timeout=280)[0]
+    return printed
+
+
 @pytest.mark.slow
-def test_demo_trains_two_processes(tmp_path: Path) -> None:
-    options = ("--steps=4", "--layers=3", "--accelerator=cpu")
-    printed = run_python("examples/demo_gpt.py", *options, paths=(declare_entry_points(tmp_path),))
+def test_demo_trains_two_processes() -> None:
+    printed = printed_by("demo_gpt.py", "--steps=4", "--layers=1", "--accelerator=cpu")
     assert "step    4  bits per byte: train" in printed
     assert "regions compiled/total" in printed
 
@@ -109,13 +119,13 @@ def test_demo_trains_two_processes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.extensive
 @pytest.mark.parametrize("config", ["train_llama", "train_llama_70b"])
-def test_llama_trains_two_processes(config: str, tmp_path: Path) -> None:
+def test_llama_trains_two_processes(config: str) -> None:
     pytest.importorskip("jsonargparse")
     pytest.importorskip("transformers")
     trainer = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "limit_val_batches": 0, "callbacks.every": 1}
-    command = ["examples/train_llama.py", "fit", f"--config=examples/{config}.yaml"]
-    command += [f"--trainer.{name}={value}" for name, value in trainer.items()]
-    printed = run_python(*command, "--model.size=tiny", "--data.length=32", paths=(declare_entry_points(tmp_path),))
+    options = [f"--trainer.{name}={value}" for name, value in trainer.items()]
+    options += ["--model.size=tiny", "--data.length=32"]
+    printed = printed_by("train_llama.py", "fit", f"--config=examples/{config}.yaml", *options)
     assert "tokens/s" in printed
 
 
@@ -123,7 +133,9 @@ def test_llama_trains_two_processes(config: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [(), *(pytest.param(option, marks=pytest.mark.extensive) for option in (("--lora",), ("--mode=all",)))]
 )
-def test_a_pretrained_model_is_finetuned_by_two_processes(options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_pretrained_model_is_finetuned_by_two_processes(
+    options: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("transformers")
     lora = "--lora" in options
     if lora:
@@ -131,9 +143,11 @@ def test_a_pretrained_model_is_finetuned_by_two_processes(options: tuple[str, ..
     out, model = tmp_path / "out", tmp_path / "model"
     import finetune_hf
 
+    config = finetune_hf.LlamaConfig
+    monkeypatch.setattr(finetune_hf, "LlamaConfig", lambda **sizes: config(**sizes | {"num_hidden_layers": 1}))
     finetune_hf.make_pretrained(model)
     command = ["--accelerator=cpu", "--devices=2", "--steps=4", f"--model={model}", f"--out={out}", *options]
-    printed = run_python("examples/finetune_hf.py", *command, paths=(declare_entry_points(tmp_path),))
+    printed = printed_by("finetune_hf.py", *command)
     assert "of 16 right" in printed and (out / "tokenizer.json").exists()
     assert (out / ("adapter_model.safetensors" if lora else "model.safetensors")).exists()
     assert ("loaded again, it says" in printed) == (not lora)
