@@ -109,7 +109,9 @@ def _kill_one(world: int, backend: str, delay: float) -> dict[int, tuple[str, st
                 process.kill()
 
 
-@pytest.mark.parametrize("delay", MOMENTS)
+@pytest.mark.parametrize(
+    "delay", [pytest.param(delay, marks=[] if delay in MOMENTS[::4] else [pytest.mark.extensive]) for delay in MOMENTS]
+)
 def test_a_killed_rank_ends_the_others(delay: float) -> None:
     for rank, (kind, message) in _kill_one(3, "gloo", delay).items():
         assert kind == "DistBackendError", message

@@ -120,7 +120,7 @@ def _policies(device_type: str, every: int = 1) -> None:
             assert all(torch.equal(a, b) for a, b in zip(actual, same_order, strict=True)), (stage, reduce)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3, *(pytest.param(world, marks=pytest.mark.extensive) for world in (1, 4))])
 def test_every_policy_gives_the_unsharded_gradients(world: int) -> None:
     run_ranks(_policies, world, "cpu")
 

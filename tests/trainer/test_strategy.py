@@ -330,30 +330,3 @@ def test_ranks_skip_a_step_together(fused: bool, sharded: Ranks) -> None:
         moved, scale = skipped[fused]
         assert moved == [True, False, True, True]
         assert scale == 2.0**15
-
-
-def _many_steps(steps: int) -> tuple[list[float], list[int], int]:
-    """Losses, the runtime's memory after every hundredth step, and the number of captured graphs."""
-    torch.manual_seed(5)
-    module, losses, memory = Small(), [], []
-
-    class Look(pl.Callback):
-        def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            losses.append(float(outputs["loss"]))
-            if index % 100 == 99:
-                stats = trainer.strategy.engine.runtime.stats()
-                memory.append(stats["arena_bytes"] + stats["host_bytes"])
-
-    trainer = trainer_of(DeepCompileStrategy(compile=CompileConfig(region_backend="eager")), Look(), max_steps=steps)
-    trainer.fit(module, DataLoader(Tokens(steps, ROWS * WORLD, int(os.environ["RANK"]), WORLD), batch_size=ROWS))
-    return losses, memory, trainer.strategy.summary().graphs
-
-
-@pytest.mark.slow
-@pytest.mark.extensive
-def test_many_steps_need_no_more_memory_and_two_runs_are_equal() -> None:
-    first, second = (run_ranks(_many_steps, WORLD, steps) for steps in (600, 100))
-    for (losses, memory, graphs), (again, _, _) in zip(first, second, strict=True):
-        assert graphs == 1
-        assert len(set(memory)) == 1, memory
-        assert losses[:100] == again  # to the last bit
