@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -65,39 +64,13 @@ def loaded(strategy: Callable[..., Any]) -> list[Record]:
     return [first, second]
 
 
-class Grown(Small):
-    """A model with more tokens from its second fit on."""
-
-    fits = 0
-
-    def setup(self, stage: str) -> None:
-        self.fits += 1
-        if self.fits == 1:
-            return
-        torch.manual_seed(11)
-        wide, head = nn.Embedding(VOCAB + 5, WIDTH), nn.Linear(WIDTH, VOCAB + 5)
-        with whole(self, self.embed), torch.no_grad():
-            wide.weight[:VOCAB] = self.embed.weight
-        with whole(self), torch.no_grad():
-            head.weight[:VOCAB], head.bias[:VOCAB] = self.head.weight, self.head.bias
-        self.embed, self.head = wide, head
-
-
-def whole(module: pl.LightningModule, part: nn.Module | None = None) -> Any:
+def whole(module: pl.LightningModule) -> Any:
     strategy = module.trainer.strategy
-    return strategy.full_parameters(part) if hasattr(strategy, "full_parameters") else torch.no_grad()
+    return strategy.full_parameters() if hasattr(strategy, "full_parameters") else torch.no_grad()
 
 
 def resized(strategy: Callable[..., Any]) -> list[Record]:
-    """Embeddings grow in `setup`, by hand."""
-    module = Grown()
-    records = [fitted(strategy, module), fitted(strategy, module)]
-    assert records[1].params["embed.weight"].shape[0] == records[1].params["head.weight"].shape[0] == VOCAB + 5
-    return records
-
-
-def resized_by_transformers(strategy: Callable[..., Any]) -> list[Record]:
-    """Tied ones, by Transformers."""
+    """Tied embeddings grow in `setup`."""
     module = llama(tied=True, layers=1)()
 
     class Grows(type(module)):
@@ -177,11 +150,6 @@ def accumulation_schedule(strategy: Callable[..., Any]) -> list[Record]:
     record = record_of(trainer)
     assert len(record.losses) == 15 and len(record.grads) == 3 + 2 + 5
     return [record]
-
-
-def accumulation_schedule_whole(strategy: Callable[..., Any]) -> list[Record]:
-    """The same where gradients are added up whole."""
-    return accumulation_schedule(functools.partial(strategy, stage=1))
 
 
 # In a module ----------------------------------------------------------------------------------------------------------
@@ -357,11 +325,9 @@ CHAINS = {
     for chain in (
         loaded,
         resized,
-        resized_by_transformers,
         swaps,
         lr_find,
         accumulation_schedule,
-        accumulation_schedule_whole,
         scripted,
         checkpoints,
         reentrant_checkpoints,
@@ -369,7 +335,6 @@ CHAINS = {
         parameters,
         lazy,
     )
-    if chain not in (resized, accumulation_schedule_whole) or "TEST_ALL" in os.environ  # the first test trains them all
 }
 
 
