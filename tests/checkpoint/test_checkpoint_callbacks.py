@@ -1,10 +1,7 @@
-"""ModelCheckpoint, plugins, remote paths, and a rank that dies while saving."""
+"""ModelCheckpoint, plugins, remote paths, and saving in the background."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -16,8 +13,8 @@ import torch.distributed as dist
 from cases import Mlp
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
-from multiprocess import RankError, run_ranks
-from test_checkpoint import SAVED_AFTER, STEPS, SaveAt, fit, ours
+from multiprocess import run_ranks
+from test_checkpoint import SAVED_AFTER, STEPS, Model, SaveAt, fit, ours
 from torch import Tensor
 
 from lightning_deepcompile.checkpoint.background import BackgroundSaves
@@ -77,6 +74,15 @@ class TwoOptimizers(Mlp):
         return {"loss": loss.detach()}
 
 
+class Monitored(Model):
+    """Logs the mean loss over ranks: the best steps of rank 0 may be others."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, sync_dist=True)
+        return loss
+
+
 class FailAt(pl.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -89,16 +95,15 @@ class FailAt(pl.Callback):
 def _callbacks(folder: Path) -> None:
     for form, options in (("full", {}), ("sharded", {"async_save": True})):
         best = ModelCheckpoint(
-            folder / form, "{step}", monitor="loss", mode="max", save_top_k=2, save_last="link", every_n_train_steps=1
+            folder / form, "{step}", monitor="mean", mode="max", save_top_k=2, save_last="link", every_n_train_steps=1
         )
         weights = ModelCheckpoint(folder / form, "weights", save_weights_only=True, every_n_train_steps=STEPS)
-        losses = fit(ours(form, **options), best, weights)[0].losses
+        losses = fit(ours(form, **options), best, weights, build=Monitored)[0].losses
         first, second = sorted(range(STEPS), key=lambda step: losses[step], reverse=True)[:2]
         names = {path.name for path in (folder / form).iterdir()}
         assert names == {f"step={first + 1}.ckpt", f"step={second + 1}.ckpt", "last.ckpt", "weights.ckpt"}
         assert (folder / form / "last.ckpt").is_symlink()
         assert find_kind(folder / form / "weights.ckpt") == ("file" if form == "full" else "sharded")
-    assert fit(ours(), resume=folder / "sharded" / f"step={second + 1}.ckpt")[0].losses == losses[second + 1 :]
     # Written by a thread, and there when the run has ended.
     _, trainer = fit(ours(checkpoint_io=AsyncCheckpointIO()), SaveAt(folder / "later.ckpt", SAVED_AFTER))
     assert isinstance(trainer.strategy.checkpoint_io.checkpoint_io, FileCheckpointIO)
@@ -155,27 +160,3 @@ def test_urls(tmp_path: Path, remote: bool) -> None:
     assert _read_sharded(path) == 4.0
     remove(path)
     assert find_kind(path) is None
-
-
-def _die_while_writing(path: Path) -> None:
-    dist.init_process_group("gloo")
-    save_sharded(_checkpoint(1.0), path, is_global_zero=dist.get_rank() == 0)
-
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event == "open" and str(args[0]).endswith(".distcp"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    dist.barrier()
-    if dist.get_rank() == 1:
-        sys.addaudithook(hook)
-    state = {"state_dict": {f"weight{rank}": torch.full((4, 3), 2.0) for rank in range(2)}, "epoch": 2.0}
-    save_sharded(state, path, is_global_zero=dist.get_rank() == 0)
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_rank_that_dies_leaves_the_old_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="rank 1 died with exit code -9"):
-        run_ranks(_die_while_writing, 2, tmp_path / "checkpoint")
-    assert _read_sharded(tmp_path / "checkpoint") == 1.0
-    remove(tmp_path / "checkpoint")
-    assert not list(tmp_path.iterdir())
