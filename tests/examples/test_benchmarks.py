@@ -20,7 +20,7 @@ import plot  # noqa: E402
 import report  # noqa: E402
 from groups import node_environment  # noqa: E402
 from jobs import DEEPSPEED, SHAPES, Case, Job, System  # noqa: E402
-from profile_trace import summarize  # noqa: E402
+from profile_trace import kernel_kind, overlap, summarize, total, union  # noqa: E402
 
 BUILT = importlib.util.find_spec("lightning_deepcompile._C") is not None
 TINY = ["--device", "cpu", "--world", "2", "--shape", "tiny", "--steps", "2", "--warmup", "1"]
@@ -609,3 +609,19 @@ def test_curves_of_both_systems_are_one(tmp_path: Path) -> None:
     if plot.can_draw():
         subprocess.run([sys.executable, script, "--plot", str(tmp_path)], check=True, timeout=100)
         assert (tmp_path / "curves.png").is_file()
+
+
+def test_interval_arithmetic() -> None:
+    merged = union([(5, 6), (0, 2), (1, 3), (3, 4)])
+    assert merged == [(0, 4), (5, 6)]
+    assert total(merged) == 5
+    assert overlap(merged, [(3.5, 5.5)]) == 1.0
+    assert kernel_kind("void at::native::unrolled_elementwise_kernel") == "other"
+
+
+def test_results_of_other_settings_make_no_table() -> None:
+    file = _measured()
+    other = {**file, "settings": {**file["settings"], "layers": 3}}
+    assert page.kept([file, file], "mine", "abc", "2026-01-02")["layers"] == 2
+    with pytest.raises(ValueError, match="other settings"):
+        page.kept([file, other], "mine", "abc", "2026-01-02")

@@ -78,7 +78,6 @@ def _hidden() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "error", "message"),
     [
-        (lambda: _Holder(nn.Parameter(torch.ones(2, dtype=torch.complex64))), ValueError, "'weight' is complex"),
         (lambda: nn.Sequential(nn.LazyLinear(3)), ValueError, "lazy"),
         (
             lambda: nn.Sequential(nn.Embedding(3, 2, sparse=True)),
