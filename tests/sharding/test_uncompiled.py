@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, VOCAB, Base, Mlp, Record, assert_same_training, gpt, llama, train
+from cases import CASES, VOCAB, Base, Mlp, Record, assert_same_training, train
 from multiprocess import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -73,59 +73,6 @@ class Counter(Mlp):
         return super().training_step(batch, batch_idx) * len(self.tag + "x")
 
 
-class MaxNorm(Base):
-    """Modules that change their own parameters in their forward pass."""
-
-    class Clamped(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            self.weight.data.clamp_(-0.2, 0.2)
-            return super().forward(x)
-
-    class Normalised(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            with torch.no_grad():
-                self.weight.div_(self.weight.norm())
-            return F.linear(x, self.weight, self.bias)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(61, 13)
-        self.net = nn.Sequential(self.Clamped(13, 17), nn.Tanh(), self.Normalised(17, 61))
-
-    def logits(self, tokens: Tensor) -> Tensor:
-        return self.net(self.embed(tokens))
-
-
-class GradientPenalty(Mlp):
-    """The gradient of the loss by the embeddings is a part of the loss."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        x = self.embed(batch[:, :-1])
-        y = x
-        for layer in self.layers:
-            y = y + layer(y)
-        loss = F.cross_entropy(self.head(y).flatten(0, 1), batch[:, 1:].flatten())
-        (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        self.log("loss", loss)
-        return loss + 1e-3 * grad.square().mean()
-
-
-class Inner(Mlp):
-    """A step of gradient descent inside of the step, on other tensors than the parameters."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        net = self.layers[1]
-        x = self.embed(batch[:, :-1])
-        parameters = dict(net.named_parameters())
-        for _ in range(2):
-            inner = torch.func.functional_call(net, parameters, (x,)).square().mean()
-            grads = torch.autograd.grad(inner, list(parameters.values()), create_graph=True)
-            # What one process computes on all rows is the mean of what ranks compute: linear in the gradient.
-            parameters = {n: p - 0.0 * g for (n, p), g in zip(parameters.items(), grads, strict=True)}
-        out = torch.func.functional_call(net, parameters, (x,))
-        return super().training_step(batch, batch_idx) + 0.1 * out.mean()
-
-
 class Mixed(Mlp):
     """Compiled and uncompiled code take turns, and use the same parameters."""
 
@@ -161,37 +108,17 @@ class Reentrant(Mlp):
         return self.head(x)
 
 
-FORCED: dict[str, Build] = {
-    **CASES,
-    "gpt_tied": gpt(tied=True),
-    "llama_checkpointing": llama(checkpointing=True),
+BUILDS: dict[str, Build] = {
+    **{name: CASES[name] for name in ("mlp", "frozen", "recurrent", "normed", "gpt_tied", "llama_checkpointing")},
     "penalties": Penalties,
     "writes": Writes,
     "copies_state_dict": CopiesStateDict,
     "counter": Counter,
-    "max_norm": MaxNorm,
-    "gradient_penalty": GradientPenalty,
-    "inner": Inner,
     "mixed": Mixed,
     "hooked": Hooked,
     "reentrant": Reentrant,
 }
-# What falls back by itself, in part or as a whole.
-BY_ITSELF: dict[str, Build] = {
-    name: FORCED[name]
-    for name in (
-        "penalties",
-        "writes",
-        "copies_state_dict",
-        "counter",
-        "max_norm",
-        "gradient_penalty",
-        "inner",
-        "mixed",
-        "hooked",
-    )
-}
-TRAINER: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {  # of the Trainer
     "clip by norm": {"gradient_clip_val": 0.05},
     "clip by value": {"gradient_clip_val": 0.002, "gradient_clip_algorithm": "value"},
 }
@@ -199,30 +126,35 @@ COMPILE: dict[str, dict[str, Any]] = {
     "hosted": {"offload": ["parameters"]},
     "all hosted": {"offload": ["parameters", "states"]},
 }
-# (forced or by itself, case, micro-batches per step, stage, of what the two above set)
+# (whether nothing is compiled at all, or what falls back by itself, case, micro-batches per step, stage, settings)
 Run = tuple[bool, str, int, int, str]
 RUNS: dict[int, list[Run]] = {
-    1: [(True, "mlp", 1, 3, ""), (True, "writes", 1, 3, ""), (False, "penalties", 1, 3, "")],
+    1: [(True, "writes", 1, 3, "")],
     2: [
-        *[(True, name, 1, 3, "") for name in FORCED],
-        *[(False, name, 1, 3, "") for name in BY_ITSELF],
-        *[(True, "gpt_tied", 3, stage, "") for stage in (1, 2)],
+        *[(True, name, 1, 3, "") for name in BUILDS if name not in ("counter", "mixed")],
         *[(True, "mlp", 3, 3, setting) for setting in ("clip by norm", "all hosted")],
-        (False, "writes", 3, 1, ""),
+        (True, "mlp", 3, 1, ""),
+        (True, "gpt_tied", 3, 2, ""),
+        (False, "writes", 1, 3, ""),
+        (False, "copies_state_dict", 1, 3, ""),
         (False, "mixed", 3, 2, ""),
         (False, "mixed", 1, 3, "all hosted"),
     ],
-    3: [(True, "mlp", 1, 3, ""), (True, "writes", 3, 3, ""), (False, "mixed", 1, 3, "")],
-    4: [(True, "gpt_tied", 3, 2, ""), (False, "mixed", 3, 3, "clip by norm")],
+    3: [(True, "writes", 3, 3, "")],
+    4: [(True, "mlp", 3, 2, "")],
 }
 if "TEST_ALL" in os.environ:  # the first test of a number of ranks trains all of them
-    RUNS[2] += [(True, name, 3, stage, "") for name in ("mlp", "writes") for stage in (1, 2, 3)]
-    RUNS[2] += [(True, "gpt_tied", 3, 3, setting) for setting in ("", *TRAINER, *COMPILE)]
+    RUNS[1] += [(True, "mlp", 1, 3, ""), (False, "penalties", 1, 3, "")]
+    RUNS[2] += [(False, name, 1, 3, "") for name in ("penalties", "counter", "mixed", "hooked")]
+    RUNS[2] += [(True, "mlp", 3, stage, "") for stage in (2, 3)]
+    RUNS[2] += [(True, "writes", 3, stage, "") for stage in (1, 2, 3)]
+    RUNS[2] += [(True, "gpt_tied", 3, 1, "")]
+    RUNS[2] += [(True, "gpt_tied", 3, 3, setting) for setting in ("", *SETTINGS, *COMPILE)]
     RUNS[2] += [(True, "mlp", 3, 3, setting) for setting in ("clip by value", "hosted")]
-    RUNS[2] += [(False, "mixed", 3, 1, ""), (False, "writes", 3, 2, "")]
-    RUNS[2] += [(False, "mixed", 1, 3, setting) for setting in (*TRAINER, "hosted")]
-    RUNS[3] += [(False, "writes", 1, 3, "")]
-    RUNS[4] += [(True, "mlp", 1, 3, "")]
+    RUNS[2] += [(False, "mixed", 3, 1, ""), *[(False, "writes", 3, stage, "") for stage in (1, 2)]]
+    RUNS[2] += [(False, "mixed", 1, 3, setting) for setting in (*SETTINGS, "hosted")]
+    RUNS[3] += [(True, "mlp", 1, 3, ""), *[(False, name, 1, 3, "") for name in ("mixed", "writes")]]
+    RUNS[4] += [(True, "gpt_tied", 3, 2, ""), (False, "mixed", 3, 3, "clip by norm"), (True, "mlp", 1, 3, "")]
 
 
 def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
@@ -231,7 +163,7 @@ def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
     results: dict[Run, Record | str] = {}
     for run in runs:
         forced, case, accumulate, stage, setting = run
-        build = functools.partial(uncompiled, FORCED[case]) if forced else BY_ITSELF[case]
+        build = functools.partial(uncompiled, BUILDS[case]) if forced else BUILDS[case]
         config = CompileConfig(region_backend="eager", **COMPILE.get(setting, {}))
         strategy = DeepCompileStrategy(stage=stage, compile=config)
         # Of so few compilations, models that come later find those of earlier ones in the functions that they share.
@@ -244,7 +176,7 @@ def _train_all(runs: list[Run]) -> dict[Run, Record | str]:
                     rank=int(os.environ["RANK"]),
                     accumulate=accumulate,
                     inspect=lambda trainer: trainer.strategy.summary(),
-                    **TRAINER.get(setting, {}),
+                    **SETTINGS.get(setting, {}),
                 )
             except Exception:
                 results[run] = traceback.format_exc()
@@ -264,13 +196,13 @@ def _sharded(world_size: int) -> list[dict[Run, Record | str]]:
 def test_equals_unsharded(world_size: int, run: Run) -> None:
     _, case, accumulate, _, setting = run
     expected = train(
-        FORCED[case],
+        BUILDS[case],
         "auto",
         world_size=1,
         rank=0,
         data_world=world_size,
         accumulate=accumulate,
-        **TRAINER.get(setting, {}),
+        **SETTINGS.get(setting, {}),
     )
     for rank, results in enumerate(_sharded(world_size)):
         actual = results[run]
