@@ -88,23 +88,6 @@ class Numpy(Perceptron):
         return loss * float(hardness) + 0.01 * entropy * logits.square().mean()
 
 
-@case("assignment", rows, reference="ddp")
-class Assignment(Perceptron):
-    """Pairs that a greedy matching in Python finds, as of detection with queries."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        x, y = batch
-        logits = self(x)
-        cost = (1 - logits.detach().softmax(-1)[:, y]).tolist()
-        free, pairs = set(range(len(y))), []
-        for row in range(len(y)):
-            best = min(free, key=lambda column, row=row: (cost[row][column], column))
-            free.remove(best)
-            pairs.append((row, best))
-        source, target = (torch.tensor(part) for part in zip(*pairs, strict=True))
-        return F.cross_entropy(logits[source], y[target])
-
-
 @case("metrics", rows, steps=3, epochs=2)
 class Metrics(Perceptron):
     def __init__(self) -> None:
@@ -146,18 +129,6 @@ class Texts(Perceptron):
             print(text, end="", file=open("/dev/null", "w"))  # noqa: SIM115
         assert time.perf_counter() >= started
         return {"loss": loss, "text": text, "length": len(text)}
-
-
-@case("statistics of weights", rows)
-class Statistics(Perceptron):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("norm", self.layer.weight.norm())
-        self.log("singular", torch.linalg.svdvals(self.layer.weight.detach())[0])
-        if batch_idx % 2 == 0:
-            self.log_dict({"mean": self.net[0].weight.mean().item(), "std": self.net[2].weight.std().item()})
-        assert self.layer.weight.shape == (9, 5) and self.layer.weight.numel() == 45
-        return loss
 
 
 @case("outputs of a hook", rows, reference="ddp")

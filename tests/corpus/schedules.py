@@ -73,21 +73,6 @@ class Annealed(Perceptron):
         return F.cross_entropy(self(x) / self.temperature, y)
 
 
-@case("cyclic weight", rows, steps=3, epochs=2)
-class Cyclic(Perceptron):
-    """Of the number of the batch, the length of an epoch, and a counter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen = 0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += len(batch[0])
-        progress = (self.current_epoch + batch_idx / self.trainer.num_training_batches) / self.trainer.max_epochs
-        beta = 0.5 * (1 + torch.cos(torch.tensor(progress * 3.14159)))
-        return self.loss(batch) * (0.1 + beta) + 1e-3 * (batch_idx % 2)
-
-
 @case("warm-up by hand", rows, steps=3, epochs=2)
 class WarmUp(Perceptron):
     """Learning rates that are set before the optimizer steps."""

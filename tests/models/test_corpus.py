@@ -10,9 +10,22 @@ import pytest
 from corpus import CASES
 from corpus.training import How, assert_trains_alike, reference, train_on_ranks
 
-BY_INDUCTOR = ["lstm", "curriculum"]
-if "TEST_ALL" in os.environ:  # the first test of a group trains all of it
-    BY_INDUCTOR += ["resnet", "vit", "gan", "experts, masked"]
+SIMILAR = {
+    "wgan-gp", "annealed temperature", "lists by epoch", "one cycle, per step", "memory bank", "queue in a buffer",
+    "outputs of a hook", "physics-informed", "laplacian by functions", "adversarial examples", "vector quantisation",
+    "diffusion with a list average", "flow", "graph attention", "clip", "byol", "weights read in the step",
+    "soft actor-critic", "bilstm, ctc", "encoder, padding and checkpoints", "padded tokens, ignored", "recommender",
+    "shared layer", "unet", "interpolation", "vit",
+}  # fmt: skip
+"""To others."""
+ALL = "TEST_ALL" in os.environ  # the first test of a group trains all of it
+BY_INDUCTOR = ["lstm", "curriculum", *(["resnet", "vit", "gan"] if ALL else [])]
+EAGER = [name for name in CASES if ALL or name not in {*SIMILAR, *BY_INDUCTOR}]
+UNCOMPILED = list(CASES) if ALL else [
+    "gan", "spectral and weight norm, by hooks", "early exit", "siren, eikonal", "meta-learning", "autograd functions",
+    "vae, distributions", "gcn, sparse", "simclr", "backward hooks", "lora", "frozen and freed", "gradients by hand",
+    "ppo", "lstm", "gru, packed", "bags with offsets", "ensemble, vmap", "fixed point", "nested modules", "resnet",
+]  # fmt: skip
 GROUP = 14  # modules that share their ranks
 
 
@@ -54,7 +67,7 @@ def check(request: pytest.FixtureRequest, name: str, how: How) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", grouped("eager", list(CASES)))
+@pytest.mark.parametrize("name", grouped("eager", EAGER))
 def test_trains_like_unsharded(name: str, request: pytest.FixtureRequest) -> None:
     check(request, name, "eager")
 
@@ -66,6 +79,6 @@ def test_trains_like_unsharded_with_inductor(name: str, request: pytest.FixtureR
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", grouped("uncompiled", list(CASES)))
+@pytest.mark.parametrize("name", grouped("uncompiled", UNCOMPILED))
 def test_trains_like_unsharded_uncompiled(name: str, request: pytest.FixtureRequest) -> None:
     check(request, name, "uncompiled")
