@@ -39,25 +39,6 @@ class SimClr(Embedder):
         return F.cross_entropy(similarity, labels)
 
 
-@case("clip", views, reference="ddp")
-class Clip(Small):
-    """Two towers and a temperature that is clamped after each step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.text = nn.Linear(8, 6), nn.Linear(8, 6)
-        self.logit_scale = nn.Parameter(torch.tensor(2.659))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        a, b = F.normalize(self.image(batch[0]), dim=-1), F.normalize(self.text(batch[1]), dim=-1)
-        logits, labels = self.logit_scale.exp() * a @ b.t(), torch.arange(len(a))
-        return (F.cross_entropy(logits, labels) + F.cross_entropy(logits.t(), labels)) / 2
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        with torch.no_grad():
-            self.logit_scale.clamp_(0, 2.66)
-
-
 @case("byol", views, reference="ddp")
 class Byol(Small):
     """A target that follows the online network without gradients."""

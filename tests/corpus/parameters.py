@@ -21,15 +21,6 @@ class Penalty(Perceptron):
         return self.loss(batch) + 1e-3 * l1 + 1e-2 * l2
 
 
-@case("weights read in the step", rows)
-class Reads(Perceptron):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        w = self.layer.weight
-        orthogonal = (w.t() @ w - torch.eye(5)).square().sum()
-        h = torch.tanh(F.linear(batch[0], w, self.layer.bias))
-        return F.cross_entropy(self.net(h), batch[1]) + 0.01 * orthogonal + 0.01 * self.net[2].weight[0].norm()
-
-
 @case("clamped in the step", rows)
 class Clamped(Perceptron):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

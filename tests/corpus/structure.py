@@ -80,24 +80,6 @@ class FixedPoint(Small):
         return F.cross_entropy(self.head(torch.tanh(self.cell(z) + u)), y)
 
 
-@case("shared layer", rows)
-class Shared(Perceptron):
-    """One layer many times, one of its parameters also in another, a bilinear form and a gate."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(9, 9)
-        self.gate = nn.Bilinear(9, 9, 9, bias=False)
-        self.other = nn.Linear(9, 9)
-        self.other.bias = self.inner.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = torch.tanh(self.layer(x))
-        for _ in range(3):
-            h = h + 0.3 * torch.sigmoid(self.gate(h, h)) * self.inner(h)
-        return self.net(self.other(h))
-
-
 @case("nested modules", rows)
 class Nested(Small):
     """A LightningModule inside of another, which logs by itself."""
