@@ -24,7 +24,7 @@ class Layers(Base):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.head = nn.Embedding(61, 24), nn.Linear(24, 61)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList([Layer()])
         self.change()
 
     def change(self) -> None:
@@ -197,11 +197,6 @@ class OldCard(Layers):
         return x + product(x.detach())
 
 
-def _steps(name: str) -> int:
-    # The mean over three ranks has other last bits than a sum: then activations may be rounded to other FP8 numbers.
-    return 1 if "FP8" in name else 3
-
-
 def programs(trainer: Any) -> str:
     return "\n".join(trainer.strategy.programs().values())
 
@@ -215,7 +210,7 @@ def train_all() -> dict[str, Record | str]:
                 DeepCompileStrategy(compile=EAGER),
                 world_size=int(os.environ["WORLD_SIZE"]),
                 rank=int(os.environ["RANK"]),
-                steps=_steps(name),
+                steps=3,
                 inspect=programs,
             )
         except Exception:
@@ -224,13 +219,13 @@ def train_all() -> dict[str, Record | str]:
 
 
 def test_weights_that_follow_from_parameters_train_as_in_one_process() -> None:
-    (first, *_) = run_ranks(train_all, 3)
+    (first, *_) = run_ranks(train_all, 2)
     for name, record in first.items():
         assert isinstance(record, Record), f"{name}: {record}"
         if "FP8" in name:
-            assert_same_as_accumulated(record, alone(CASES[name], 3, steps=_steps(name)), 3)
+            assert_same_as_accumulated(record, alone(CASES[name], 2, steps=3), 2)
         else:
-            expected = train(CASES[name], "auto", world_size=1, rank=0, data_world=3, steps=_steps(name))
+            expected = train(CASES[name], "auto", world_size=1, rank=0, data_world=2, steps=3)
             assert_same_training(record, expected, params=True)
         # Only frozen FP8 weights are read in a narrower form alone.
         assert ("  derive" in record.extra) == ("FP8" in name), name
