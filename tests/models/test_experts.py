@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset
 
-TOPICS, EXPERTS, WIDTH, INNER, LAYERS = 3, 4, 16, 8, 3
+TOPICS, EXPERTS, WIDTH, INNER, LAYERS = 3, 4, 16, 8, 2
 CAPACITY = 3
 """Tokens of a sequence that an expert takes."""
 
@@ -77,20 +77,9 @@ class Loop(nn.Module):
         gates, chosen = self.router(tokens).softmax(-1).max(-1)
         out = torch.zeros_like(tokens)
         for number, expert in enumerate(self.experts):
-            index = self.taken(chosen == number, x).nonzero()[:, 0]
+            index = (chosen == number).nonzero()[:, 0]
             out.index_add_(0, index, gates[index, None] * expert(tokens[index]))
         return x + out.view_as(x)
-
-    def taken(self, sent: Tensor, x: Tensor) -> Tensor:
-        return sent
-
-
-class Limited(Loop):
-    """An expert takes the first tokens of a sequence; those that come after have none."""
-
-    def taken(self, sent: Tensor, x: Tensor) -> Tensor:
-        sent = sent.view(x.shape[:2])
-        return (sent & (sent.cumsum(1) <= CAPACITY)).flatten()
 
 
 class Stacked(nn.Module):
@@ -159,13 +148,13 @@ class Own(Mixture):
 class HuggingFace(Mixture):
     """Mixtral or OLMoE; two experts for every token."""
 
-    def __init__(self, name: str, checkpointed: bool = False, experts: str = "grouped_mm") -> None:
+    def __init__(self, name: str, checkpointed: bool = False) -> None:
         super().__init__()
         transformers = pytest.importorskip("transformers")
         config = getattr(transformers, f"{name}Config")(
             vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=INNER, num_hidden_layers=LAYERS,
             num_attention_heads=2, num_key_value_heads=2, num_local_experts=EXPERTS, num_experts_per_tok=2,
-            max_position_embeddings=32, use_cache=False, experts_implementation=experts, eos_token_id=None,
+            max_position_embeddings=32, use_cache=False, experts_implementation="grouped_mm", eos_token_id=None,
             initializer_range=0.2,  # else queries and keys have gradients that are rounding alone
         )  # fmt: skip
         self.net = getattr(transformers, f"{name}ForCausalLM")(config)
@@ -179,13 +168,10 @@ class HuggingFace(Mixture):
 
 MODELS: dict[str, Callable[[], Base]] = {
     "loop": functools.partial(Own, Loop),
-    "limited": functools.partial(Own, Limited),
-    "limited, checkpointed": functools.partial(Own, Limited, checkpointed=True),
     "grouped": functools.partial(Own, Grouped),
     "buffered": functools.partial(Own, Buffered),
     "buffered, checkpointed": functools.partial(Own, Buffered, checkpointed=True),
     "Mixtral": functools.partial(HuggingFace, "Mixtral"),
-    "Mixtral, by expert": functools.partial(HuggingFace, "Mixtral", experts="eager"),
     "Mixtral, checkpointed": functools.partial(HuggingFace, "Mixtral", checkpointed=True),
     "Olmoe": functools.partial(HuggingFace, "Olmoe"),
 }
@@ -197,24 +183,21 @@ OFFLOAD, RECOMPUTE = {"offload": ["states"]}, {"rounding": "any"}
 RUNS: dict[int, list[Run]] = {
     2: [
         ("loop", "loop", "apart", {}),
-        ("limited", "limited, checkpointed", "apart", OFFLOAD),
         ("grouped", "grouped", "one", {}),
         ("buffered", "buffered, checkpointed", "one", RECOMPUTE),
         ("Mixtral", "Mixtral", "one", OFFLOAD),
-        ("Mixtral, by expert", "Mixtral, by expert", "apart", {}),
         ("Mixtral, recompute", "Mixtral, checkpointed", "apart", RECOMPUTE),
         ("Mixtral, inductor", "Mixtral", "apart", {"region_backend": "inductor"}),
         ("Olmoe", "Olmoe", "apart", {}),
     ],
     3: [
         ("loop", "loop", "one", {}),
-        ("limited", "limited", "apart", {}),
         ("buffered", "buffered", "apart", {}),
         ("Mixtral", "Mixtral, checkpointed", "apart", {}),
         ("Olmoe", "Olmoe", "one", OFFLOAD),
     ],
 }
-EVERYDAY = {2: {"loop", "limited", "Mixtral", "Olmoe"}, 3: {"buffered", "Mixtral"}}
+EVERYDAY = {2: {"loop", "Mixtral"}, 3: {"buffered"}}
 """The others take minutes: they are `extensive`."""
 STEPS = 8
 """Plans are made after five."""

@@ -13,6 +13,7 @@ import torch
 from cases import assert_close
 from multiprocess import run_ranks
 from packaging.version import Version
+from test_handover import trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -21,11 +22,11 @@ from lightning_deepcompile import CompileConfig, DeepCompileStrategy
 transformers = pytest.importorskip("transformers")
 
 WORLD, ROWS, STEPS, VOCAB, LENGTH = 2, 2, 5, 67, 10
-TEXT = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+TEXT = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
         "num_attention_heads": 2}  # fmt: skip
 CAUSAL = {**TEXT, "num_key_value_heads": 1, "max_position_embeddings": 32}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-IMAGE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+IMAGE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
          "image_size": 8, "patch_size": 4, **NO_DROPOUT}  # fmt: skip
 
 # Per model: class, configuration class, its arguments, and the kind of batch.
@@ -35,28 +36,29 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", CAUSAL, "causal"),
     "Gemma": ("GemmaForCausalLM", "GemmaConfig", {**CAUSAL, "head_dim": 8, "pad_token_id": 0}, "causal"),
     "Mixtral": ("MixtralForCausalLM", "MixtralConfig", {**CAUSAL, "num_local_experts": 3}, "causal"),
-    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2,
+    "GPT-2": ("GPT2LMHeadModel", "GPT2Config", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 1, "n_head": 2,
               "n_positions": 32, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "causal"),
     "GPT-NeoX": ("GPTNeoXForCausalLM", "GPTNeoXConfig", {**TEXT, "max_position_embeddings": 32}, "causal"),
-    "Falcon": ("FalconForCausalLM", "FalconConfig", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2,
+    "Falcon": ("FalconForCausalLM", "FalconConfig", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1,
                "num_attention_heads": 2, "bos_token_id": 1, "eos_token_id": 2}, "causal"),
     "BERT": ("BertForMaskedLM", "BertConfig", {**TEXT, **NO_DROPOUT, "max_position_embeddings": 32}, "masked"),
     "RoBERTa": ("RobertaForSequenceClassification", "RobertaConfig", {**TEXT, **NO_DROPOUT,
                 "max_position_embeddings": 32, "num_labels": 3, "classifier_dropout": 0.0}, "classes"),
     "T5": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 24,
-           "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}, "causal"),
-    "BART": ("BartForConditionalGeneration", "BartConfig", {"vocab_size": VOCAB, "d_model": 16, "encoder_layers": 2,
-             "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+           "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0, "decoder_start_token_id": 0}, "causal"),
+    "BART": ("BartForConditionalGeneration", "BartConfig", {"vocab_size": VOCAB, "d_model": 16, "encoder_layers": 1,
+             "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
              "decoder_ffn_dim": 24, "max_position_embeddings": 32, "dropout": 0.0}, "causal"),
     "ViT": ("ViTForImageClassification", "ViTConfig", {**IMAGE, "num_labels": 3}, "images"),
     "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", {"vocab_size": VOCAB, "d_model": 16,
-                "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+                "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
                 "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_source_positions": 8, "max_target_positions": 32,
                 "num_mel_bins": 6, "dropout": 0.0, "decoder_start_token_id": 1, "pad_token_id": 0}, "speech"),
-    "Mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2,
+    "Mamba": ("MambaForCausalLM", "MambaConfig", {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 1,
               "state_size": 4}, "causal"),
 }  # fmt: skip
-SIMILAR = {"Llama", "Mistral", "Qwen2", "Gemma", "GPT-NeoX", "Falcon", "RoBERTa", "T5", "BART"}  # to others
+SIMILAR = {"Llama", "Mistral", "Qwen2", "Gemma", "Mixtral", "GPT-NeoX", "Falcon", "RoBERTa", "T5", "BART", "ViT"}
+"""To others, or trained by other tests."""
 
 
 # Graphs that Dynamo makes of a step, where it is not one: a line logged once, a setting that the first step infers.
@@ -114,17 +116,7 @@ class Wrapped(pl.LightningModule):
 
 
 def _train(name: str, strategy: Any, rank: int, world: int) -> tuple[list[float], pl.Trainer]:
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = trainer_of(strategy)
     module = Wrapped(name)
     trainer.fit(module, DataLoader(Batches(MODELS[name][3], rank, world), batch_size=ROWS * WORLD // world))
     return module.losses, trainer
