@@ -131,8 +131,13 @@ def _run(loss: Callable[..., Any], dtype: torch.dtype = torch.float32, dynamic: 
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
-@pytest.mark.parametrize("dynamic", [None, True])
-@pytest.mark.parametrize("loss", TAKEN)
+@pytest.mark.parametrize(
+    ("loss", "dynamic"),
+    [
+        *((loss, None) for loss in TAKEN),
+        *(pytest.param(loss, True, marks=[] if loss is padded else pytest.mark.extensive) for loss in TAKEN),
+    ],
+)
 def test_a_loss_in_pieces_is_the_whole_loss(loss: Callable[..., Any], dynamic: bool | None) -> None:
     replaced, largest = _run(loss, dynamic=dynamic)
     assert replaced == 1
@@ -228,6 +233,7 @@ def test_training_is_that_of_one_gpu() -> None:
     _check("gpu")
 
 
+@pytest.mark.extensive
 def test_every_rank_may_have_its_own_number_of_tokens() -> None:
     for whole, pieces in ragged_runs(Tracing(), Tracing(chunked_losses=3)):
         assert_same_training(pieces, whole, params=True)

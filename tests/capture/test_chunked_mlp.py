@@ -151,8 +151,13 @@ def _run(
 
 
 @pytest.mark.filterwarnings("ignore:Your compiler for AOTAutograd")
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("function", TAKEN)
+@pytest.mark.parametrize(
+    ("function", "checkpointing"),
+    [
+        *((function, False) for function in TAKEN),
+        *(pytest.param(function, True, marks=[] if function is gated else pytest.mark.extensive) for function in TAKEN),
+    ],
+)
 def test_a_layer_in_pieces_is_the_whole_layer(function: Callable[..., Tensor], checkpointing: bool) -> None:
     replaced, tallest = _run(function, checkpointing=checkpointing)
     assert replaced == LAYERS and tallest <= -(-ROWS // 3), "a third of the rows"
@@ -218,9 +223,9 @@ def test_what_is_needed_whole_is_left(function: Callable[..., Tensor], caplog: p
 
 PIECES = 4
 # Case, what compiles regions, micro-batches a step, ZeRO stage.
-RUNS = [("llama", "inductor", 1, 3), ("mlp", "eager", 2, 1), ("frozen", "eager", 1, 3)]
+RUNS = [("llama", "inductor", 1, 3), ("mlp", "eager", 2, 1)]
 if "TEST_ALL" in os.environ:
-    RUNS += [("llama_checkpointing", "inductor", 2, 3)]
+    RUNS += [("frozen", "eager", 1, 3), ("llama_checkpointing", "inductor", 2, 3)]
 
 
 def _check(accelerator: str) -> None:

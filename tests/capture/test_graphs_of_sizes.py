@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from cases import Record, Recorder, assert_same_training
+from test_handover import trainer_of
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -76,11 +77,7 @@ def train(build: Any, strategy: Any, *data: list[Any]) -> tuple[Record, pl.Train
     """Trains, and validates if there is data for it."""
     torch.manual_seed(3)
     module, recorder = build(), Recorder()
-    trainer = pl.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[recorder], num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = trainer_of(strategy, recorder, num_sanity_val_steps=0)
     trainer.fit(module, *(DataLoader(one, batch_size=None) for one in data))
     return recorder.record, trainer
 
@@ -109,7 +106,7 @@ COUNTS = list(range(2, 21))
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.extensive] if name in ("all the same", "a smaller last batch") else [])
+        pytest.param(name, marks=[pytest.mark.extensive] if name in ("all the same", "a last batch of one") else [])
         for name in SIZES
     ],
 )

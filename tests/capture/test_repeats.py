@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -214,7 +215,8 @@ def _engine(model: nn.Module, mesh: DeviceMesh, once: bool) -> Engine:
     return engine
 
 
-SIMILAR = {"zeros of two signs", "a name in the options differs", "another function", "FP8, checkpointed"}  # to others
+SIMILAR = {"gpt", "zeros of two signs", "options", "a name in the options differs", "another function"}  # to others
+SIMILAR |= {"FP8, checkpointed", "in place"}
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ SIMILAR = {"zeros of two signs", "a name in the options differs", "another funct
 )
 def test_results_are_the_same_to_the_last_bit(name: str, mesh: DeviceMesh) -> None:
     make, shared = MODELS[name]
-    _assert_equal(make, shared, mesh, (4, 4, 6, 7))
+    _assert_equal(make, shared, mesh, (4, 4, 6, 7) if "TEST_ALL" in os.environ or name == "checkpointed" else (4, 4))
 
 
 def test_why_equal_blocks_are_traced_one_by_one_is_said(mesh: DeviceMesh, caplog: pytest.LogCaptureFixture) -> None:
