@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from multiprocess import run_ranks
+from test_handover import trainer_of
 from torch import Tensor, nn
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
@@ -75,18 +76,7 @@ def ask(build: type[Asks], world_size: int, compiled: bool) -> list[Any]:
     if not compiled:
         for name in STEPS:
             setattr(module, name, torch.compiler.disable(getattr(module, name)))
-    trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world_size,
-        max_epochs=1,
-        num_sanity_val_steps=0,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(strategy, num_sanity_val_steps=0)
     rows = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     mine = rows.view(2, world_size, -1, 6)[:, trainer.global_rank].flatten(0, 1)
     data = torch.utils.data.DataLoader(mine, batch_size=4 // world_size)
@@ -157,16 +147,7 @@ class Watched(pl.LightningModule):
 
 def watch() -> tuple[set[Any], set[str]]:
     module = Watched()
-    trainer = pl.Trainer(
-        strategy=DeepCompileStrategy(compile=CompileConfig(region_backend="eager")),
-        accelerator="cpu",
-        devices=2,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = trainer_of(DeepCompileStrategy(compile=CompileConfig(region_backend="eager")))
     trainer.fit(module, torch.utils.data.DataLoader(torch.ones(24, 8), batch_size=2))
     return module.seen, module.errors
 

@@ -12,6 +12,7 @@ import torch
 from cases import Mlp, Tokens, full
 from init_memory import Peak, Tiny, peak_of_init
 from multiprocess import GPU_RANKS, run_ranks
+from test_handover import trainer_of
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -110,11 +111,7 @@ class Deferred(Mlp):
 
 def _deferred(empty: bool) -> tuple[dict[str, Tensor], int]:
     module = Deferred(empty)
-    trainer = pl.Trainer(
-        strategy=DeepCompileStrategy(compile=CompileConfig(region_backend="eager")), accelerator="cpu", devices=2,
-        max_steps=3, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-        use_distributed_sampler=False,
-    )  # fmt: skip
+    trainer = trainer_of(DeepCompileStrategy(compile=CompileConfig(region_backend="eager")))
     initial: dict[str, Any] = {}
 
     class Look(pl.Callback):

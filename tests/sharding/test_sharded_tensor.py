@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from multiprocess import run_ranks
+from test_handover import trainer_of
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -133,28 +134,21 @@ class Net(pl.LightningModule):
             assert all(type(twin) is DTensor and torch.equal(twin.full_tensor(), VALUES) for twin in twins)
 
 
-def found(strategy: str, world_size: int) -> tuple[dict[tuple[str, str], Any], dict[str, float]]:
+def found(strategy: Any) -> tuple[dict[tuple[str, str], Any], dict[str, float]]:
     torch.manual_seed(0)
-    module = Net()
-    trainer = pl.Trainer(
-        strategy=DeepCompileStrategy(compile=CompileConfig(region_backend="eager")) if world_size > 1 else strategy,
-        accelerator="cpu",
-        devices=world_size,
-        max_steps=1,
-        use_distributed_sampler=False,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    module, trainer = Net(), trainer_of(strategy)
     rows = torch.randn(2, COLUMNS, generator=torch.Generator().manual_seed(1))
     trainer.fit(module, torch.utils.data.DataLoader(rows, batch_size=2))
     return module.found, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+def _found_sharded() -> tuple[dict[tuple[str, str], Any], dict[str, float]]:
+    return found(DeepCompileStrategy(compile=CompileConfig(region_backend="eager")))
+
+
 def test_values_and_rows_are_those_of_one_process() -> None:
-    expected, logged = found("auto", 1)
-    for ours, metrics in run_ranks(found, 3, "deepcompile", 3):
+    expected, logged = found("auto")
+    for ours, metrics in run_ranks(_found_sharded, 3):
         assert ours.keys() == expected.keys()
         for key, value in expected.items():
             if isinstance(value, str):

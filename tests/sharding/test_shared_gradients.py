@@ -142,7 +142,7 @@ def _run(build: type[Base], strategy: Any, size: int = 2) -> Base:
     return module
 
 
-@pytest.mark.parametrize("build", [UsedTwice, LogsACopy, Shuffles, Queue, Measures, BackwardInHooks, Mixed])
+@pytest.mark.parametrize("build", [LogsACopy, Shuffles, Queue, Measures, Mixed])
 def test_trains_as_without_compilation(build: type[Base]) -> None:
     expected, module = _run(build, "auto"), _run(build, ours())
     assert len(module.losses) == 8 and module.losses == pytest.approx(expected.losses, rel=1e-5)
@@ -151,7 +151,7 @@ def test_trains_as_without_compilation(build: type[Base]) -> None:
     assert [p.dtype for p in module.parameters()] == [p.dtype for p in expected.parameters()]
 
 
-SHARED = (UsedTwice, LogsACopy, Measures, BackwardInHooks)
+SHARED = (UsedTwice, Measures, BackwardInHooks)
 
 
 def _losses() -> list[tuple[float, ...]]:

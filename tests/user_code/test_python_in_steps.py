@@ -6,7 +6,7 @@ import dis
 import math
 import os
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -187,7 +187,14 @@ def compared(module: Any, loss: Tensor, index: int) -> None:
 NUMBERS = {action.__name__: action for action in (average, count, before_and_after, shown, compared)}
 
 
-@pytest.mark.parametrize("name", FILLS)
+SIMILAR = {"append", "extend", "look", "replaced", "table", "perplexity", "average", "count"}  # to others
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.extensive] if name in SIMILAR else []) for name in names]
+
+
+@pytest.mark.parametrize("name", some(FILLS))
 def test_what_steps_fill_is_what_it_is_without_compilation(name: str) -> None:
     expected, module = run("auto", FILLS[name]), run(ours(), FILLS[name])
     torch.testing.assert_close(contents(module), contents(expected), rtol=1e-5, atol=1e-5)
@@ -241,7 +248,7 @@ def test_a_step_that_fails_leaves_the_users_lists(monkeypatch: pytest.MonkeyPatc
     assert type(made[0].outputs) is list and len(made[0].outputs) in (3, 4)
 
 
-@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("name", some(READ))
 def test_it_does_not_end_training(name: str) -> None:
     expected, module = run("auto", READ[name], Fills), run(ours(), READ[name], Fills)
     metrics, ours_metrics = expected.trainer.callback_metrics, module.trainer.callback_metrics
@@ -269,7 +276,7 @@ class Numbers(Fills):
         self.history.append((self.mean, self.count, dict(self.trainer.callback_metrics)))
 
 
-@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("name", some(NUMBERS))
 def test_numbers_are_what_they_are_without_compilation(name: str) -> None:
     expected, strategy = run("auto", NUMBERS[name], Numbers), ours()
     module = run(strategy, NUMBERS[name], Numbers)
