@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from corpus.case import Small, case
 
@@ -72,6 +73,25 @@ class Retained(TwoPlayers):
         return {"loss": first.detach() + second.detach()}
 
 
+@case("gan, zero_grad first", noisy)
+class PlainGan(TwoPlayers):
+    """Without toggling: the generator's loss leaves gradients in the discriminator, which are zeroed."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        real, noise, _ = batch
+        opt_g, opt_d = self.optimizers()
+        fake = self.generator(noise)
+        d_loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake.detach())).mean()
+        opt_d.zero_grad()
+        self.manual_backward(d_loss)
+        opt_d.step()
+        g_loss = F.softplus(-self.discriminator(fake)).mean()
+        opt_g.zero_grad()
+        self.manual_backward(g_loss)
+        opt_g.step()
+        return {"loss": d_loss.detach() + g_loss.detach()}
+
+
 @case("wgan-gp", noisy)
 class WganGp(TwoPlayers):
     """The critic's gradient with respect to what it judges is part of its loss; the generator's turn is every other."""
@@ -98,6 +118,27 @@ class WganGp(TwoPlayers):
             self.manual_backward(-self.discriminator(self.generator(noise)).mean())
             opt_g.step()
         return {"loss": loss.detach()}
+
+
+@case("spectral norm", noisy)
+class SpectralNorm(Small):
+    """A discriminator alone; power iteration writes to buffers of the parametrization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(8, 12)),
+            nn.LeakyReLU(0.1),
+            nn.Unflatten(1, (3, 4)),
+            parametrizations.spectral_norm(nn.Conv1d(3, 5, 3)),
+            nn.Flatten(),
+            parametrizations.spectral_norm(nn.Linear(10, 1), n_power_iterations=2),
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        real, noise, _ = batch
+        fake = torch.cat([noise, noise.flip(1)], 1)
+        return F.relu(1 - self.net(real)).mean() + F.relu(1 + self.net(fake)).mean()
 
 
 @case("spectral and weight norm, by hooks", noisy)

@@ -86,6 +86,23 @@ class Functional(Small):
         return (laplacian - value[:, 0]).square().mean() + 0.1 * gradient.square().mean()
 
 
+@case("forces", points)
+class Forces(Small):
+    """Energies, and forces as their gradients, as of molecular dynamics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(2, 10), nn.SiLU(), nn.Linear(10, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, energy = batch
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            predicted = self.net(x)
+            forces = -torch.autograd.grad(predicted.sum(), x, create_graph=self.training)[0]
+        return F.mse_loss(predicted, energy) + F.mse_loss(forces, -x.detach())
+
+
 @case("adversarial examples", rows)
 class AdversarialExamples(Perceptron):
     """The fast gradient sign, and a penalty on the gradient's size."""

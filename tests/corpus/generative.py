@@ -17,6 +17,22 @@ def rows(g: Generator) -> Tensor:
     return torch.randn(6, 8, generator=g)
 
 
+@case("vae", rows, reference="ddp")
+class Vae(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 6))
+        self.decoder = nn.Sequential(nn.Linear(3, 12), nn.ReLU(), nn.Linear(12, 8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        mu, logvar = self.encoder(batch).chunk(2, dim=-1)
+        z = mu + torch.randn_like(mu) * (0.5 * logvar).exp()
+        reconstruction = F.mse_loss(self.decoder(z), batch)
+        kl = -0.5 * (1 + logvar - mu.square() - logvar.exp()).sum(-1).mean()
+        self.log_dict({"reconstruction": reconstruction, "kl": kl})
+        return reconstruction + 0.1 * kl
+
+
 @case("vae, distributions", rows, reference="ddp")
 class DistributionVae(Small):
     """The same with `torch.distributions`."""
@@ -34,6 +50,20 @@ class DistributionVae(Small):
         p = torch.distributions.Normal(self.decoder(z), self.log_scale.exp())
         kl = torch.distributions.kl_divergence(q, prior)
         return (kl.sum(-1) - p.log_prob(batch).sum(-1)).mean() * 0.1
+
+
+@case("tied autoencoder", rows)
+class Tied(Small):
+    """The decoder is the encoder's weight, transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 5)
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = torch.tanh(self.encoder(batch))
+        return F.mse_loss(F.linear(hidden, self.encoder.weight.t(), self.bias), batch)
 
 
 @case("vector quantisation", rows)
@@ -80,6 +110,11 @@ class Diffusion(Small):
         x, noise, t = batch
         a = self.alphas_cumprod[t][:, None]
         return F.mse_loss(self.net(a.sqrt() * x + (1 - a).sqrt() * noise, t), noise)
+
+
+@case("ddpm", noised)
+class Ddpm(Diffusion):
+    pass
 
 
 @case("diffusion with an average", noised)
@@ -144,3 +179,21 @@ class Flow(Small):
             x, more = layer(x)
             logdet = logdet + more
         return 0.1 * (0.5 * (x.square() + math.log(2 * math.pi)).sum(-1) - logdet).mean()
+
+
+def pairs(g: Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(6, 3, generator=g), torch.randn(6, 1, generator=g)
+
+
+@case("mixture density", pairs)
+class MixtureDensity(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 9), nn.Tanh())
+        self.pi, self.mu, self.sigma = (nn.Linear(9, 4) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        h = self.body(x)
+        components = torch.distributions.Normal(self.mu(h), F.softplus(self.sigma(h)) + 0.1)
+        return -torch.logsumexp(self.pi(h).log_softmax(-1) + components.log_prob(y), -1).mean()

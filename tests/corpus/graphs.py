@@ -11,6 +11,11 @@ from torch.nn import functional as F
 from corpus.case import Small, case
 
 
+def dense(g: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    adjacency = (torch.rand(3, 6, 6, generator=g) < 0.4).float()
+    return torch.randn(3, 6, 5, generator=g), adjacency + adjacency.mT, torch.randint(0, 3, (3,), generator=g)
+
+
 def edges(g: Generator) -> tuple[Tensor, Tensor, Tensor]:
     """One graph, with self-loops: nodes, edges, classes of nodes."""
     loops = torch.arange(9).expand(2, 9)
@@ -19,6 +24,41 @@ def edges(g: Generator) -> tuple[Tensor, Tensor, Tensor]:
         torch.cat([loops, torch.randint(0, 9, (2, 20), generator=g)], dim=1),
         torch.randint(0, 3, (9,), generator=g),
     )
+
+
+@case("gcn, dense", dense)
+class DenseGcn(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(5, 8), nn.Linear(8, 8)])
+        self.head = nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, adjacency, y = batch
+        adjacency = adjacency + torch.eye(6)
+        degree = adjacency.sum(-1).rsqrt()
+        adjacency = degree[..., None] * adjacency * degree[..., None, :]
+        for layer in self.layers:
+            x = F.relu(adjacency @ layer(x))
+        return F.nll_loss(self.head(x.mean(1)).log_softmax(-1), y)
+
+
+@case("gcn, edges", edges, reference="ddp")
+class EdgeGcn(Small):
+    """Messages along edges, summed by `index_add`, then by `scatter_add`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(5, 8), nn.Linear(8, 8, bias=False), nn.Linear(8, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, (source, target), y = batch
+        degree = torch.zeros(len(x)).index_add(0, target, torch.ones(len(target)))
+        h = self.first(x)
+        h = F.relu(torch.zeros_like(h).index_add_(0, target, h[source]) / degree[:, None])
+        h = self.second(h)
+        h = torch.zeros_like(h).scatter_add(0, target[:, None].expand(-1, 8), h[source])
+        return F.cross_entropy(self.head(F.relu(h)), y)
 
 
 @case("gcn, sparse", edges, reference="ddp")

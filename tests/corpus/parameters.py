@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from corpus.case import case
+from corpus.case import Small, case
 from corpus.schedules import Perceptron, rows
 
 
@@ -21,10 +21,26 @@ class Penalty(Perceptron):
         return self.loss(batch) + 1e-3 * l1 + 1e-2 * l2
 
 
+@case("weights read in the step", rows)
+class Reads(Perceptron):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        w = self.layer.weight
+        orthogonal = (w.t() @ w - torch.eye(5)).square().sum()
+        h = torch.tanh(F.linear(batch[0], w, self.layer.bias))
+        return F.cross_entropy(self.net(h), batch[1]) + 0.01 * orthogonal + 0.01 * self.net[2].weight[0].norm()
+
+
 @case("clamped in the step", rows)
 class Clamped(Perceptron):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.layer.weight.data.clamp_(-0.3, 0.3)
+        return self.loss(batch)
+
+
+@case("scaled in the step", rows)
+class Scaled(Perceptron):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.net[0].weight.data.mul_(0.5)
         return self.loss(batch)
 
 
@@ -103,6 +119,31 @@ class Freed(Perceptron):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def tasks(g: Generator) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(6, 5, generator=g), torch.randint(0, 3, (6,), generator=g), torch.randn(6, generator=g)
+
+
+@case("several tasks", tasks)
+class Tasks(Small):
+    """Uncertainties of tasks are parameters without dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 9), nn.ReLU())
+        self.heads = nn.ModuleDict({"kind": nn.Linear(9, 3), "value": nn.Linear(9, 1)})
+        self.log_vars = nn.ParameterDict({name: nn.Parameter(torch.tensor(0.1)) for name in self.heads})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, kind, value = batch
+        h = self.body(x)
+        losses = {
+            "kind": F.cross_entropy(self.heads["kind"](h), kind),
+            "value": F.mse_loss(self.heads["value"](h).squeeze(-1), value),
+        }
+        self.log_dict(losses)
+        return sum(torch.exp(-self.log_vars[name]) * loss + self.log_vars[name] for name, loss in losses.items())
 
 
 @case("gradients by hand", rows, same=True)

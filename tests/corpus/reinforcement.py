@@ -80,6 +80,18 @@ class QLearning(Small):
         return torch.optim.SGD(self.net.parameters(), lr=0.1)
 
 
+@case("dqn", transitions)
+class Dqn(QLearning):
+    """The target is the network of some steps ago."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.global_step % 2 == 0:
+            self.target.load_state_dict(self.net.state_dict())
+
+
 @case("dqn, target in the step", transitions)
 class DqnInStep(QLearning):
     """The same from inside of the step, as in Lightning's own examples."""

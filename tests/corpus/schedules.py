@@ -58,6 +58,36 @@ class Listed(Perceptron):
         )
 
 
+@case("annealed temperature", rows, steps=3, epochs=2)
+class Annealed(Perceptron):
+    """A float attribute that every step lowers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 2.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        self.temperature = max(0.5, self.temperature * 0.9)
+        self.log("temperature", self.temperature)
+        return F.cross_entropy(self(x) / self.temperature, y)
+
+
+@case("cyclic weight", rows, steps=3, epochs=2)
+class Cyclic(Perceptron):
+    """Of the number of the batch, the length of an epoch, and a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += len(batch[0])
+        progress = (self.current_epoch + batch_idx / self.trainer.num_training_batches) / self.trainer.max_epochs
+        beta = 0.5 * (1 + torch.cos(torch.tensor(progress * 3.14159)))
+        return self.loss(batch) * (0.1 + beta) + 1e-3 * (batch_idx % 2)
+
+
 @case("warm-up by hand", rows, steps=3, epochs=2)
 class WarmUp(Perceptron):
     """Learning rates that are set before the optimizer steps."""
@@ -79,6 +109,19 @@ class Plateau(Perceptron):
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True, weight_decay=1e-3)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.1, patience=0, threshold=10.0)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "train_loss"}}
+
+
+@case("one cycle, per step", rows, steps=6)
+class OneCycle(Perceptron):
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": self.layer.parameters(), "lr": 0.01}, {"params": self.net.parameters()}]
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.1], total_steps=6)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("lr", self.lr_schedulers().get_last_lr()[0])
+        return self.loss(batch)
 
 
 @case("accumulated and clipped", rows, steps=6,

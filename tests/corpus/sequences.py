@@ -1,4 +1,4 @@
-"""Sequences: recurrent networks, transformers, embeddings."""
+"""Sequences: recurrent networks, transformers, causal convolutions, embeddings."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -122,6 +123,39 @@ class Ignored(Small):
         x = self.embed(tokens)
         x = self.decoder(x[:, :-1], x.flip(1), tgt_mask=mask, tgt_is_causal=True)
         return F.cross_entropy(self.head(x).transpose(1, 2), tokens[:, 1:], ignore_index=0)
+
+
+class CausalConv(nn.Module):
+    def __init__(self, dilation: int) -> None:
+        super().__init__()
+        self.dilation = dilation
+        self.conv = parametrizations.weight_norm(nn.Conv1d(6, 12, 2, dilation=dilation))
+        self.out = parametrizations.weight_norm(nn.Conv1d(6, 6, 1))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        filters, gate = self.conv(F.pad(x, (self.dilation, 0))).chunk(2, dim=1)
+        y = self.out(filters.tanh() * gate.sigmoid())
+        return x + y, y
+
+
+def waves(g: Generator) -> Tensor:
+    return torch.randn(3, 1, 14, generator=g).cumsum(-1) * 0.3
+
+
+@case("wavenet, weight norm", waves)
+class WaveNet(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv1d(1, 6, 1)
+        self.layers = nn.ModuleList(CausalConv(2**i) for i in range(3))
+        self.last = nn.Conv1d(6, 1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, skip = self.first(batch[..., :-1]), 0
+        for layer in self.layers:
+            x, y = layer(x)
+            skip = skip + y
+        return F.mse_loss(self.last(F.relu(skip)), batch[..., 1:])
 
 
 def translations(g: Generator) -> tuple[Tensor, Tensor]:

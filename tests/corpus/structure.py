@@ -1,4 +1,4 @@
-"""Modules of modules: folds, ensembles, fixed points."""
+"""Modules of modules: experts, folds, ensembles, fixed points."""
 
 from __future__ import annotations
 
@@ -6,11 +6,65 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from corpus.case import Small, case
 from corpus.schedules import Perceptron, rows
+
+
+def many(g: Generator) -> tuple[Tensor, Tensor]:
+    return torch.randn(32, 5, generator=g), torch.randint(0, 3, (32,), generator=g)
+
+
+class Experts(Small):
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(5, 3)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 5)) for _ in range(3))
+        self.head = nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.cross_entropy(self.head(x + self.mix(x)), y)
+
+
+@case("experts, masked", many)
+class MaskedExperts(Experts):
+    """Every expert computes all rows, and those that were not sent to it count nothing."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights, chosen = self.router(x).softmax(-1).topk(2, dim=-1)
+        gates = torch.zeros(len(x), 3).scatter(1, chosen, weights / weights.sum(-1, keepdim=True))
+        return sum(gates[:, i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+
+
+@case("experts, routed", many)
+class RoutedExperts(Experts):
+    """Every expert computes the rows that were sent to it, however many those are."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        weight, chosen = weights.max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            index = (chosen == i).nonzero(as_tuple=True)[0]
+            out = out.index_add(0, index, weight[index, None] * expert(x[index]))
+        return out
+
+
+@case("experts, where there are rows", many)
+class AskedExperts(Experts):
+    """The same by masks, and experts without rows are left out (there are none here)."""
+
+    def mix(self, x: Tensor) -> Tensor:
+        weight, chosen = self.router(x).softmax(-1).max(-1)
+        out = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = chosen == i
+            if mask.any():
+                out[mask] = weight[mask].unsqueeze(-1) * expert(x[mask])
+        return out
 
 
 @case("folds", rows, steps=6)
@@ -55,6 +109,22 @@ class Ensemble(Small):
         return F.cross_entropy(logits.flatten(0, 1), y.repeat(4))
 
 
+@case("ensemble, stacked in the step", rows)
+class StackedInStep(Small):
+    """The members keep their own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members = nn.ModuleList(nn.Linear(5, 3) for _ in range(3))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        weights = torch.stack([member.weight for member in self.members])
+        biases = torch.stack([member.bias for member in self.members])
+        logits = torch.einsum("bi,eoi->ebo", x, weights) + biases[:, None]
+        return F.cross_entropy(logits.mean(0), y) + 0.01 * logits.var(0).mean()
+
+
 @case("fixed point", rows, same=True)
 class FixedPoint(Small):
     """Iterates until convergence without gradients, and once with them."""
@@ -78,6 +148,41 @@ class FixedPoint(Small):
                     break
         self.log("iterations", float(iterations))
         return F.cross_entropy(self.head(torch.tanh(self.cell(z) + u)), y)
+
+
+@case("hopfield", rows)
+class Hopfield(Small):
+    """Stored patterns are parameters; a fixed number of updates with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patterns = nn.Parameter(torch.randn(6, 5))
+        self.beta = nn.Parameter(torch.tensor(1.0))
+        self.head = nn.Linear(5, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        for _ in range(3):
+            x = F.softmax(self.beta * x @ self.patterns.t(), -1) @ self.patterns
+        return F.cross_entropy(self.head(x), y)
+
+
+@case("shared layer", rows)
+class Shared(Perceptron):
+    """One layer many times, one of its parameters also in another, a bilinear form and a gate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(9, 9)
+        self.gate = nn.Bilinear(9, 9, 9, bias=False)
+        self.other = nn.Linear(9, 9)
+        self.other.bias = self.inner.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.layer(x))
+        for _ in range(3):
+            h = h + 0.3 * torch.sigmoid(self.gate(h, h)) * self.inner(h)
+        return self.net(self.other(h))
 
 
 @case("nested modules", rows)

@@ -65,6 +65,46 @@ class ResNet(Classifier):
         return self.fc(torch.flatten(F.adaptive_avg_pool2d(x, 1), 1))
 
 
+class SqueezeExcite(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.down, self.up = nn.Conv2d(channels, 3, 1), nn.Conv2d(3, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = F.relu(self.down(x.mean((2, 3), keepdim=True)))
+        return x * F.hardsigmoid(self.up(scale))
+
+
+class InvertedResidual(nn.Sequential):
+    def __init__(self, channels: int, expand: int) -> None:
+        super().__init__(
+            nn.Conv2d(channels, expand, 1, bias=False),
+            nn.BatchNorm2d(expand),
+            nn.Hardswish(),
+            nn.Conv2d(expand, expand, 3, padding=1, groups=expand, bias=False),
+            nn.BatchNorm2d(expand),
+            SqueezeExcite(expand),
+            nn.Hardswish(),
+            nn.Conv2d(expand, channels, 1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+@case("mobilenet", images(12), reference="ddp")
+class MobileNet(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 5, 3, 2, 1)
+        self.blocks = nn.Sequential(InvertedResidual(5, 10), InvertedResidual(5, 11))
+        self.head = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((-2, -1)))
+
+
 def double_conv(inputs: int, outputs: int) -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1),
@@ -160,3 +200,34 @@ class ViT(Classifier):
         x = self.patch(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
         return self.head(self.encoder(x)[:, 0])
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).reshape(*x.shape[:2], 3, 3, 4).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@case("mlp mixer and attention", images(8))
+class Mixed(Classifier):
+    """Attention written by hand, layer scale, and a mixer over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Unfold(4, stride=4)
+        self.project = nn.Linear(48, 12)
+        self.attention = Attention()
+        self.norms = nn.ModuleList(nn.LayerNorm(12) for _ in range(3))
+        self.gamma = nn.ParameterList(nn.Parameter(torch.full((12,), 0.1)) for _ in range(2))
+        self.tokens = nn.Sequential(nn.Linear(4, 7), nn.GELU(approximate="tanh"), nn.Linear(7, 4))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.project(self.embed(x).transpose(1, 2))
+        x = x + self.gamma[0] * self.attention(self.norms[0](x))
+        x = x + self.gamma[1] * self.tokens(self.norms[1](x).mT).mT
+        return self.head(self.norms[2](x).mean(1))
