@@ -87,36 +87,15 @@ def hooked_class(path: _WholeParameters, kind: type[DTensor]) -> type[DTensor]:
 def resting_class(path: _WholeParameters) -> type[DTensor]:
     """Returns the class of a model's parameters while no step runs: DTensors that also take whole values.
 
-    PyTorch's ``parameter.data = ...`` would give a DTensor other storage and leave its values unchanged.
-
     Args:
         path: Gathers them.
     """
-    held_weakly = weakref.ref(path)
-    data: Any = DTensor.data  # a descriptor
     hooked: Any = hooked_class(path, ShardedTensor)
 
     class RestingParameter(hooked):  # type: ignore[misc]
         """A sharded parameter, or an alias of one."""
 
         __slots__ = ()
-
-        @property
-        def data(self) -> Tensor:  # type: ignore[override]
-            alias = data.__get__(self)
-            alias.__class__ = ShardedTensor
-            return alias
-
-        @data.setter
-        def data(self, value: Tensor) -> None:
-            path = held_weakly()
-            parameter = None if path is None else path.of(self)
-            same = value.shape == self.shape and (value.dtype, value.device) == (self.dtype, self.device)
-            if parameter is None or not same:
-                data.__set__(self, value)
-                return
-            with torch.no_grad():
-                parameter.local.copy_(parameter.rows(value))
 
         def copy_(self, other: Tensor, non_blocking: bool = False) -> Tensor:
             # From state dicts of whole tensors; PyTorch refuses to mix the two.

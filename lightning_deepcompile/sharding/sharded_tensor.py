@@ -27,6 +27,7 @@ _BY_INDEX = frozenset(
     """index_put_ index_fill_ index_copy_ index_add_ index_reduce_ put_ scatter_ scatter_add_ scatter_reduce_
     masked_scatter_ tril_ triu_ renorm_ fill_diagonal_ cumsum_ cumprod_""".split()
 )
+_DATA: Any = DTensor.data  # a descriptor
 _REFUSED = re.compile(r"DTensor|[Ss]hard|^aten\.|subclass")
 _HINT = (
     "(The tensor is sharded. `tensor.full_tensor()`, on all ranks, is a plain copy of all of it; "
@@ -102,6 +103,24 @@ class ShardedTensor(DTensor):
     def full_tensor(self, **options: Any) -> Tensor:
         """Returns the whole tensor as in PyTorch, also for tensors in host memory."""
         return _full(self) if _prepare(self) else super().full_tensor(**options)
+
+    @property
+    def data(self) -> Tensor:
+        """Values without a gradient; those of the same shape and dtype that are assigned are copied.
+
+        By PyTorch's assignment, a DTensor would have other storage, and its values would stay as they were.
+        """
+        alias = ShardedTensor.of(_DATA.__get__(self))
+        alias.__dict__["_dc_base"] = self
+        return alias
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or (value.dtype, value.device) != (self.dtype, self.device):
+            _DATA.__set__(self, value)
+            return
+        with torch.no_grad():
+            self.copy_(value)
 
     # Operations that PyTorch refuses for all subclasses.
     def tolist(self) -> Any:

@@ -48,6 +48,11 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "array": lambda t: torch.from_numpy(t.detach().cpu().numpy()),
     "text": lambda t: f"{t.norm():.3f}",
     "each row": lambda t: [row.sum().item() for row in t.detach()],
+    "flattened": lambda t: t.flatten()[4:9],
+    "a quantile": lambda t: t.abs().view(-1).kthvalue(5).values.item(),
+    "where": lambda t: t.nonzero(),
+    "values of a mask": lambda t: t[t > 1],
+    "unique": lambda t: t.unique(),
     "norm of several": lambda t: nn.utils.get_total_norm([t, t * 2]).item(),
 }
 WRITES: dict[str, Callable[[Tensor], Any]] = {
@@ -70,20 +75,29 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "all is scaled": lambda t: t.mul_(0.5),
     "all is copied": lambda t: t.copy_(PLAIN),
     "data is copied": lambda t: t.data.copy_(PLAIN),
+    "data is assigned": lambda t: setattr(t, "data", t.data * 0.5),
+    "plain data is assigned": lambda t: setattr(t, "data", PLAIN.clone()),
     "a plain tensor is added": lambda t: t.add_(PLAIN, alpha=0.1),
     "columns are scaled": lambda t: t.mul_(PLAIN[0]),
     "centred": lambda t: t.sub_(t.mean(0)),
     "normed": lambda t: t.div_(t.norm()),
     "index_fill": lambda t: t.index_fill_(0, torch.tensor([0, 5]), 0.0),
     "index_add": lambda t: t.index_add_(0, torch.tensor([5]), torch.ones(1, COLUMNS)),
+    "flat rows": lambda t: t.view(-1)[4:9].zero_(),
+    "from a vector": lambda t: nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([t]) * 0.5, [t]),
+    "the largest stay": lambda t: t.mul_((t.abs() >= t.abs().flatten().topk(4).values[-1]).float()),
+    "a plain mask of its indices": lambda t: t.mul_(_marked(t.numel(), t.flatten().topk(4).indices).view(t.shape)),
     "clipped": lambda t: nn.utils.clip_grads_with_norm_([_with_grad(t)], 1.0, t.norm()),
 }
 REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "a plain factor": lambda t: PLAIN[:, :1].T @ t,
-    "where": lambda t: t.nonzero(),
-    "values of a mask": lambda t: t[t > 1],
-    "unique": lambda t: t.unique(),
 }
+
+
+def _marked(count: int, indices: Tensor) -> Tensor:
+    marked = torch.zeros(count)
+    marked[indices] = 1
+    return marked
 
 
 def _with_grad(grad: Tensor) -> Any:
