@@ -35,6 +35,10 @@ def annealed(kind: type[torch.optim.Optimizer], **settings: Any) -> Callable[[],
     """Another learning rate in every step, and two groups; some parameters have no gradients, or no elements."""
 
     class Annealed(Mlp):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.layers[2]
+
         def configure_optimizers(self) -> Any:
             groups = [{"params": [self.embed.weight, self.one_row, self.empty], "weight_decay": 0.0}]
             known = {p for group in groups for p in group["params"]}
@@ -125,20 +129,21 @@ def _run(kind: type[torch.optim.Optimizer], settings: dict[str, Any], world: int
     return record, watch.direct
 
 
-def _all(world: int, stage: int, choices: int) -> list[Any]:
+def _all(world: int, stage: int, choices: slice) -> list[Any]:
     runs = []
-    for kind, settings in CHOICES[:choices]:
+    for kind, settings in CHOICES[choices]:
         torch._dynamo.reset()
         runs.append([_run(k, settings, world, stage, accumulate=2, gradient_clip_val=0.5) for k in (OWN[kind], kind)])
     return runs
 
 
 @pytest.mark.parametrize(
-    ("world", "stage", "choices"), [(2, 3, 2), (2, 1, 1), pytest.param(1, 3, 3, marks=pytest.mark.extensive)]
+    ("world", "stage", "choices"),
+    [(2, 3, slice(1)), (2, 1, slice(1, 2)), pytest.param(1, 3, slice(3), marks=pytest.mark.extensive)],
 )
-def test_no_bit_changes(world: int, stage: int, choices: int) -> None:
+def test_no_bit_changes(world: int, stage: int, choices: slice) -> None:
     for runs in run_ranks(_all, world, world, stage, choices):
-        for (kind, _), ((own, never), (direct, when)) in zip(CHOICES[:choices], runs, strict=True):
+        for (kind, _), ((own, never), (direct, when)) in zip(CHOICES[choices], runs, strict=True):
             assert never == []
             # The class makes states: of all parameters, and of one that has lost its own.
             assert [step for step, did in enumerate(when) if not did] == [0, 9], kind

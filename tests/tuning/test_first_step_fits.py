@@ -143,7 +143,7 @@ class Net(nn.Module):
 class Saving(nn.Module):
     """Saved tensors take most of its memory; its loss could be computed in chunks."""
 
-    def __init__(self, blocks: int = 12) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 33_000)
@@ -205,13 +205,16 @@ def _check(mesh: DeviceMesh, seeds: Sequence[int]) -> None:
     assert moved == {"gathers", "activations", "copies"} and 3 * bound >= 2 * len(seeds), (moved, bound)
 
 
+FEW = [9, 24, 28]
+"""Seeds of blocks of all kinds, a tied head, frozen and checkpointed blocks, shards in host memory."""
+
+
 def test_the_first_step_of_a_few_models_is_within_the_budget(mesh: DeviceMesh) -> None:
-    _check(mesh, [0, 1, 2, 4, 9, 11])  # blocks of all kinds, a tied head, frozen blocks, shards in host memory
+    _check(mesh, FEW)
 
 
-@pytest.mark.parametrize("part", [0.3, 0.7])
 def test_no_more_is_offloaded_than_is_missing(
-    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None, part: float
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
 ) -> None:
     """The first step fits already; where steps have run, no round has the step traced again."""
     batch = torch.arange(64).view(1, 64)
@@ -226,7 +229,7 @@ def test_no_more_is_offloaded_than_is_missing(
     def train(budget: int) -> tuple[list[float], list[int], Engine]:
         torch._dynamo.reset()
         monkeypatch.setattr(peak_memory, "memory_limit", lambda *_: budget)
-        engine = Engine(Saving(), mesh, CompileConfig(region_backend="eager"))
+        engine = Engine(Saving(6), mesh, CompileConfig(region_backend="eager"))
         optimizer, moved = sgd(engine), []
         optimizer.param_groups[0]["lr"] = 1e-3
         losses.clear()
@@ -239,14 +242,16 @@ def test_no_more_is_offloaded_than_is_missing(
     plan = engine.tuner._foresight.plan
     assert plan is not None and set(moved) == {0} and steps_before == []
     engine.close()
-    missing = int(part * (plan.needed - plan.least))
-    found, moved, engine = train(plan.needed - missing)
-    largest = max(one.size for each in engine.capture.frames.training for one in each.program.schedule.saved)
-    assert found == expected and steps_before[0] == 0
-    assert 0 < moved[0] <= missing + largest
-    assert moved[-1] <= moved[0]
-    assert [done.outcome for done in engine.report()] in (["kept"], ["unchanged"]), engine.report()
-    engine.close()
+    for part in (0.3, 0.7):
+        steps_before.clear()
+        missing = int(part * (plan.needed - plan.least))
+        found, moved, engine = train(plan.needed - missing)
+        largest = max(one.size for each in engine.capture.frames.training for one in each.program.schedule.saved)
+        assert found == expected and steps_before[0] == 0
+        assert 0 < moved[0] <= missing + largest
+        assert moved[-1] <= moved[0]
+        assert [done.outcome for done in engine.report()] in (["kept"], ["unchanged"]), engine.report()
+        engine.close()
 
 
 def test_gathers_move_ahead_again_where_a_retrace_frees_enough(
@@ -291,4 +296,4 @@ def test_what_frees_nothing_is_taken_back(mesh: DeviceMesh, caplog: pytest.LogCa
 @pytest.mark.extensive
 @pytest.mark.timeout(900)
 def test_the_first_step_of_many_models_is_within_the_budget(mesh: DeviceMesh) -> None:
-    _check(mesh, [3, *range(5, 9), 10, *range(12, 30)])
+    _check(mesh, [seed for seed in range(30) if seed not in FEW])

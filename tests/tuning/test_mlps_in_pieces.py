@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from multiprocess import run_ranks
-from test_losses_in_pieces import CLASSES, LENGTH, ROWS, Net, _fit, _least
+from test_losses_in_pieces import BLOCKS, CLASSES, LENGTH, ROWS, Net, _fit, _least
 from test_recompute import keep_plans
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -36,7 +36,7 @@ class Wide(Net):
     def __init__(self, head: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(BLOCKS))
         if not head:
             self.head = nn.Linear(WIDTH, 64, bias=False)
         self.classes = CLASSES if head else 64
@@ -50,11 +50,11 @@ def _trains(folder: Path, backend: str) -> None:
     keep_plans()
     plain, expected, _ = _fit(module=Wide(), region_backend=backend)
     pieces, _, strategy = _fit(6, Wide(), SPARING, region_backend=backend)
-    assert strategy.summary().chunked_mlps == 3 and pieces == pytest.approx(plain[:6], rel=1e-6)
+    assert strategy.summary().chunked_mlps == BLOCKS and pieces == pytest.approx(plain[:6], rel=1e-6)
     # There is memory for whole layers.
     losses, values, strategy = _fit(module=Wide(), region_backend=backend, rounding="needed")
     assert losses == plain and all(map(torch.equal, values, expected))
-    assert strategy.summary().chunked_mlps == 0 and strategy.engine.capture.frames.whole("mlps") == 3
+    assert strategy.summary().chunked_mlps == 0 and strategy.engine.capture.frames.whole("mlps") == BLOCKS
     # No plan fits into less, but one with layers in pieces does.
     tracings = Tracing(), Tracing(sparing=True), SPARING
     whole, cheap, least = (_least(Wide(), tracing, region_backend=backend) for tracing in tracings)
@@ -69,11 +69,11 @@ def _trains(folder: Path, backend: str) -> None:
     assert "cheap operators" in first.reason
     assert anew.outcome == "retraced" and anew.reason.endswith("so MLPs are computed in 8 chunks from step 0 on.")
     assert done.outcome in ("kept", "unchanged") and done.passes[-1].peak_bytes <= budget, str(done)
-    assert (strategy.summary().chunked_mlps, strategy.engine.capture.frames.whole("mlps")) == (3, 0)
+    assert (strategy.summary().chunked_mlps, strategy.engine.capture.frames.whole("mlps")) == (BLOCKS, 0)
     assert json.loads(path.read_text())["tracing"]["chunked_mlps"] == 8
     # The next run begins with it, and is traced once.
     again, _, strategy = _fit(6, Wide(), **settings)
-    assert again == pieces and strategy.report() == [] and strategy.summary().chunked_mlps == 3
+    assert again == pieces and strategy.report() == [] and strategy.summary().chunked_mlps == BLOCKS
 
 
 @pytest.mark.extensive
@@ -89,9 +89,9 @@ def test_one_rank_decides_it_too(tmp_path: Path) -> None:
 def _in_order() -> None:
     dist.init_process_group("gloo")
     keep_plans()
-    plain, _, _ = _fit(24, Wide(head=True))
+    plain, _, _ = _fit(16, Wide(head=True))
     budget = _least(Wide(head=True), Tracing(sparing=True, chunked_losses=8, chunked_mlps=8))
-    losses, _, strategy = _fit(24, Wide(head=True), memory_budget=f"{budget}B", rounding="any")
+    losses, _, strategy = _fit(16, Wide(head=True), memory_budget=f"{budget}B", rounding="any")
     *anew, done = strategy.report()
     done_so = [one.reason.partition(" so ")[2] for one in anew]
     assert done_so == [
@@ -101,7 +101,7 @@ def _in_order() -> None:
     ]
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert losses == pytest.approx(plain, rel=1e-6)
-    assert (strategy.summary().chunked_losses, strategy.summary().chunked_mlps) == (1, 3)
+    assert (strategy.summary().chunked_losses, strategy.summary().chunked_mlps) == (1, BLOCKS)
 
 
 def test_what_takes_the_least_time_comes_first() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ONLY, Tokens, full, llama
+from cases import ONLY, VOCAB, Base, Tokens, full, llama
 from multiprocess import run_ranks
+from test_first_step_fits import Block
 from test_oom import FAILS, Regions, Shortages
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_deepcompile import CompileConfig, DeepCompileStrategy
@@ -70,6 +72,21 @@ def test_memory_goes_to_what_it_saves_most(budget: int, needs: int, gain: float,
 STEPS, ROWS, LAYERS = 12, 4, 4
 
 
+class Checkpointed(Base):
+    """Checkpointed blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCAB, 16), nn.Linear(16, VOCAB)
+        self.blocks = nn.ModuleList(Block(16, 36, again=True) for _ in range(LAYERS))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 class Losses(pl.Callback):
     """Losses, and how many blocks are not computed again in each step."""
 
@@ -87,7 +104,7 @@ def _fit(
     shortages: Shortages | None = None,
     fails: int = FAILS,
     passes: Sequence[str] | None = (),
-    checkpointing: bool = True,
+    build: Callable[[], Base] = Checkpointed,
     **settings: Any,
 ) -> tuple[Losses, list, pl.Trainer]:
     seen = Losses()
@@ -95,7 +112,7 @@ def _fit(
     if passes is not None:  # else as it is by default
         settings["schedule"] = [{"step": 0, "passes": start}, {"step": 3, "passes": [*start, *passes]}]
     torch.manual_seed(5)
-    module = llama(checkpointing=checkpointing, layers=LAYERS)()
+    module = build()
     strategy = DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **{**ONLY, **settings}))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=dist.get_world_size(), max_steps=steps, callbacks=[seen],
@@ -194,12 +211,13 @@ def test_a_shortage_has_all_computed_again() -> None:
 
 
 def _alone(folder: Path) -> None:
+    build = llama(checkpointing=True, layers=LAYERS)
     dist.init_process_group("gloo")
     keep_plans()
-    plain, _, trainer = _fit(36, passes=None)
+    plain, _, trainer = _fit(36, build=build, passes=None)
     assert [done.outcome for done in trainer.strategy.report()] == ["measured"], "it gathers nothing: nothing to plan"
     path = folder / "plan.json"
-    seen, _, trainer = _fit(18, passes=None, rounding="any", plan=str(path))
+    seen, _, trainer = _fit(18, build=build, passes=None, rounding="any", plan=str(path))
     assert seen.losses == plain.losses[:18] and seen.kept == [0] * 5 + [LAYERS] * 13
     (anew,) = trainer.strategy.report()
     assert anew.outcome == "retraced" and anew.passes[0].name == "zero3 -> prefetch", str(anew)
@@ -207,13 +225,13 @@ def _alone(folder: Path) -> None:
     assert len(programs) == 2 and all("[lower -> uncheckpointed -> zero3 -> prefetch]" in text for text in programs)
     assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == LAYERS
     # The next run begins with them; when it is short of memory, the one after it does not.
-    again, _, trainer = _fit(36, Shortages("forward", {2}), passes=None, rounding="any", plan=str(path))
+    again, _, trainer = _fit(36, Shortages("forward", {2}), build=build, passes=None, rounding="any", plan=str(path))
     assert again.losses == pytest.approx(plain.losses, rel=1e-6) and again.kept == [LAYERS] * 14 + [0] * 22
     assert trainer.strategy.report()[0].outcome == "leaner"
     assert json.loads(path.read_text())["tracing"]["uncheckpointed"] == 0
     # There is no memory for any: they stay, and what is planned is within the budget.
     budget = 17 * anew.passes[0].peak_bytes // 16
-    tight, _, trainer = _fit(8, passes=None, rounding="any", memory_budget=f"{budget}B")
+    tight, _, trainer = _fit(8, build=build, passes=None, rounding="any", memory_budget=f"{budget}B")
     assert tight.kept == [0] * 8
     *_, planned = trainer.strategy.report()
     assert planned.passes[-1].peak_bytes <= budget, str(planned)
@@ -221,24 +239,25 @@ def _alone(folder: Path) -> None:
 
 
 def _saves_little(folder: Path) -> None:
+    whole = llama(layers=LAYERS)
     dist.init_process_group("gloo")
     keep_plans()
-    plain, expected, _ = _fit(16, checkpointing=False, passes=None)
+    plain, expected, _ = _fit(16, build=whole, passes=None)
     with pytest.raises(MemoryBudgetError, match="needs? [0-9]+") as refused:
-        _fit(checkpointing=False, passes=None, memory_budget="100000B")
+        _fit(build=whole, passes=None, memory_budget="100000B")
     # No plan fits into less, but one that saves less does.
     least = int(re.findall(r"needs? (\d+)", str(refused.value))[0])
     budget = 9 * least // 10
     path = folder / "plan.json"
     settings: dict[str, Any] = {"rounding": "any", "memory_budget": f"{budget}B", "plan": str(path)}
-    seen, values, trainer = _fit(16, checkpointing=False, passes=None, **settings)
+    seen, values, trainer = _fit(16, build=whole, passes=None, **settings)
     assert seen.losses == plain.losses and all(map(torch.equal, values, expected))
     anew, done = trainer.strategy.report()
     assert anew.outcome == "retraced" and "cheap operators are recomputed" in anew.reason, str(anew)
     assert done.passes[-1].peak_bytes <= budget, str(done)
     assert json.loads(path.read_text())["tracing"]["sparing"] is True
     # The next run begins with it.
-    again, _, trainer = _fit(6, checkpointing=False, passes=None, **settings)
+    again, _, trainer = _fit(6, build=whole, passes=None, **settings)
     assert again.losses == plain.losses[:6] and trainer.strategy.report() == []
     assert trainer.strategy.engine.capture.tracing.sparing
 
