@@ -152,6 +152,7 @@ def fit(
     done = 2 * ROWS * options.get("accumulate_grad_batches", 1)
     data.data = data.data.roll(-done, 0) if resume is not None else data.data
     trainer.fit(module, DataLoader(data, batch_size=ROWS), ckpt_path=resume)
+    trainer.strategy._checkpoints.sharded = False  # states as one process has them
     packed = trainer.strategy.optimizer_state(trainer.optimizers[0])
     states = {f"{i}.{k}": v for i, s in packed.get("state", {}).items() for k, v in s.items()}
     params = {name: full(p) for name, p in module.named_parameters()}
