@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import CASES, Record, train
+from cases import Record, gpt, train
 from multiprocess import run_ranks
 from shuffle import Shuffle, merge_some
 from test_engine import TOKENS, make_engine, one_step, sgd
+from test_freshness import Shallow
 from test_passes import Net, Shape, _program
 from test_simulate import SIZE, compute, profile, reduce, reduce_late, schedule
 from torch.distributed.device_mesh import DeviceMesh
@@ -235,7 +236,7 @@ def _fit(model: str = "mlp", callbacks: Any = (), **settings: Any) -> Record:
         }
 
     return train(
-        CASES[model],
+        {"mlp": Shallow, "gpt_tied": gpt(tied=True)}[model],
         DeepCompileStrategy(compile=CompileConfig(region_backend="eager", **settings)),
         world_size=2,
         rank=int(os.environ["RANK"]),
