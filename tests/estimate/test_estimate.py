@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +31,9 @@ def _strategy(**settings: Any) -> DeepCompileStrategy:
 
 def _trained(folder: str) -> tuple[dict[str, str], MemoryNeed | None, float]:
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=_strategy(),
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
+        accelerator="cpu", devices=2, strategy=_strategy(), max_steps=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
     trainer.fit(_small(), DataLoader(torch.randint(0, 256, (8, 33)), batch_size=4))
     strategy = trainer.strategy
     assert isinstance(strategy, DeepCompileStrategy)
@@ -90,6 +84,7 @@ class Wide(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+@functools.cache
 def _estimate(memory: str | int, ranks: int = 8) -> StepEstimate:
     return _strategy().estimate(Wide(), torch.zeros(4096, 2048), ranks=ranks, device_memory=memory)
 

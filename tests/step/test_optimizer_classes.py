@@ -126,7 +126,7 @@ class Case:
 
 MIXED = "on owner ranks, on shards"
 CASES = {
-    "torch.optim.Muon, AdamW": Case(None, MIXED, quick=True),
+    "torch.optim.Muon, AdamW": Case(None, MIXED),
     "MuonWithAuxAdam": Case(
         lambda m: MuonWithAuxAdam(
             [{"params": m.matrices(), "use_muon": True}, {"params": m.others(), "use_muon": False}]
@@ -136,7 +136,7 @@ CASES = {
     ),
     "torch.optim.Adafactor": Case(lambda m: torch.optim.Adafactor(m.parameters()), "on owner ranks", quick=True),
     "transformers' Adafactor": Case(transformers_adafactor, "on owner ranks"),
-    "Lamb": Case(other("Lamb"), "on owner ranks", quick=True),
+    "Lamb": Case(other("Lamb"), "on owner ranks"),
     "LARS": Case(other("LARS"), "on owner ranks"),
     "one's own LARS": Case(lambda m: Lars(m.parameters()), "on owner ranks"),
     "Shampoo": Case(other("Shampoo"), "on owner ranks"),

@@ -32,8 +32,8 @@ if "TEST_ALL" in os.environ:  # the first test of a number of ranks trains all o
     RUNS[3] += [("two", 1, 3, None), ("lars", 2, 1, None), ("lars_frozen", 1, 1, None), ("gpt", 3, 1, None)]
 
 
-class Shallow(Mlp):
-    """Two layers."""
+class TwoLayers(Mlp):
+    """Two of its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Lars(Optimizer):
         return loss
 
 
-class WithMuon(Shallow):
+class WithMuon(TwoLayers):
     """Matrices by Muon; nothing else is trained."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class WithMuon(Shallow):
         return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9), "interval": "step"}]
 
 
-class WithLars(Shallow):
+class WithLars(TwoLayers):
     """All kinds of parameters, in groups of which one has a single tensor: most ranks own none of it."""
 
     def configure_optimizers(self) -> Any:
@@ -103,7 +103,7 @@ class FrozenWithLars(Frozen):
         return Lars(self.parameters())
 
 
-class TwoOptimizers(Shallow):
+class TwoOptimizers(TwoLayers):
     """Muon beside AdamW, by hand."""
 
     def __init__(self) -> None:
@@ -251,18 +251,10 @@ def _resume(folder: Path, kind: str | None) -> tuple[list[Any], dict[str, Any]]:
     torch.manual_seed(3 if saves else 4)
     module = WithLars()
     trainer = pl.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=world,
-        max_epochs=1,
-        max_steps=4,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[_Save(folder)] if saves else [],
-    )
+        strategy=strategy, accelerator="cpu", devices=world, max_epochs=1, max_steps=4, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        use_distributed_sampler=False, callbacks=[_Save(folder)] if saves else [],
+    )  # fmt: skip
     batches = Tokens(4, 12, rank, world)
     rows = 12 // world
     loader = DataLoader(batches if saves else torch.utils.data.Subset(batches, range(2 * rows, 4 * rows)), rows)
@@ -291,7 +283,7 @@ def test_checkpoints_have_states_of_owners_for_any_number_of_ranks(tmp_path: Pat
             assert_close(parameters[name], value, name)
 
 
-class Stepped(Shallow):
+class Stepped(TwoLayers):
     """Its optimizer has stepped before there was a trainer; states change between steps, of which owners have them."""
 
     def __init__(self) -> None:
@@ -314,7 +306,7 @@ class Stepped(Shallow):
                 held[parameter]["momentum"][:1] = 0
 
 
-class Grows(Shallow):
+class Grows(TwoLayers):
     """A layer that was frozen is trained from the third step on, in a group of its own."""
 
     def __init__(self) -> None:
@@ -331,7 +323,7 @@ class Grows(Shallow):
             self.optimizers().param_groups[0]["lr"] = 0.03
 
 
-class Counts(Shallow):
+class Counts(TwoLayers):
     """Its loss is not finite once, on one rank."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -342,7 +334,7 @@ class Counts(Shallow):
         return Lars(self.parameters())
 
 
-class WithFailure(Shallow):
+class WithFailure(TwoLayers):
     """Its optimizer fails in training, on the rank that owns the embedding; nothing tells before."""
 
     def configure_optimizers(self) -> Any:
@@ -353,7 +345,7 @@ class WithFailure(Shallow):
         self.lars.fails = True
 
 
-class OnOneRank(Shallow):
+class OnOneRank(TwoLayers):
     """Ranks hold other parameters."""
 
     def configure_optimizers(self) -> Any:

@@ -201,15 +201,13 @@ def check_recipe(recipe: Recipe) -> None:
     check(made(recipe), [SHAPES[::2], SHAPES[1::2]])
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
 @given(RECIPES)
 @example(Recipe("all", start=40, hidden=True))
 @example(Recipe("tensor", every=10, hidden=True, counter="attribute"))
 @example(Recipe("column", least=5000))
 @example(Recipe("tensor", least=1000, delayed=True))
 @example(Recipe("group", delayed=True))
-@example(Recipe("element", indexed=True))
-@example(Recipe("row"))
 @example(Recipe(skips="all"))
 @example(Recipe(skips="tensor"))
 def test_random_classes_are_stepped_as_in_one_process(recipe: Recipe) -> None:

@@ -14,9 +14,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Base, Mlp, assert_close, assert_same_training, full, train
+from cases import Base, assert_close, assert_same_training, full, train
 from multiprocess import RankError, join, run_ranks
 from optimizers import GlobalClip, Lion, Sam, SignSam
+from test_freshness import Shallow
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -26,16 +27,8 @@ from lightning_deepcompile.engine.engine import Engine
 from lightning_deepcompile.step.ways import Way
 
 
-class OneLayer(Mlp):
-    """A single one of its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        del self.layers[1:]
-
-
 def with_optimizer(make: Callable[[Any], Any]) -> Callable[[], Base]:
-    class Own(OneLayer):
+    class Own(Shallow):
         def configure_optimizers(self) -> Any:
             return make(self)
 
@@ -110,7 +103,7 @@ def rank_main(names: list[str], stage: int, world_size: int) -> Any:
     return trained(names, stage, world_size, int(os.environ["RANK"]))
 
 
-class SamByHand(OneLayer):
+class SamByHand(Shallow):
     """SAM as its README shows it for Lightning."""
 
     def __init__(self) -> None:
@@ -151,7 +144,7 @@ class Noting(torch.optim.SGD):
         """Does nothing to gradients."""
 
 
-class NotesBetweenMicroBatches(OneLayer):
+class NotesBetweenMicroBatches(Shallow):
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         self.optimizers().note()
 
@@ -330,7 +323,7 @@ class _LeavesOnce(GlobalClip):
         return super().step(closure)
 
 
-class _Leaves(OneLayer):
+class _Leaves(Shallow):
     def on_train_start(self) -> None:
         _LeavesOnce.rank = 1
 

@@ -35,7 +35,7 @@ class Deep(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
-        self.blocks = nn.ModuleList(Block(32, 128, False) for _ in range(6))
+        self.blocks = nn.ModuleList(Block(32, 128, False) for _ in range(3))
 
     def training_step(self, tokens: Tensor, batch_idx: int = 0) -> Tensor:
         x = self.embed(tokens)

@@ -21,15 +21,9 @@ def _fit(steps: int, plan: Path | None = None, resume: Path | None = None) -> pl
     schedule = [{"step": 0, "passes": ["zero3", "prefetch"]}, {"step": 3, "passes": ["zero3", "prefetch", "unshard"]}]
     config = CompileConfig(region_backend="eager", schedule=schedule, plan=None if plan is None else str(plan))
     trainer = pl.Trainer(
-        strategy=DeepCompileStrategy(compile=config),
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+        strategy=DeepCompileStrategy(compile=config), accelerator="cpu", devices=1, max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
     torch.manual_seed(0)
     trainer.fit(Mlp(), DataLoader(Tokens(SAVED + ROUND, 2, 0, 1), batch_size=2), ckpt_path=resume)
     assert trainer.global_step == steps
